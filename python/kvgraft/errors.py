@@ -1,0 +1,76 @@
+"""Every error that kvgraft raises on purpose.
+
+Each message names what was wrong and what to do about it. All of them derive
+from :class:`KvgraftError`; where a built-in exception says the same thing, the
+class derives from that too, so that callers written for it keep working.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheError",
+    "ChecksumError",
+    "FitError",
+    "FormatError",
+    "GeometryError",
+    "KvgraftError",
+    "MapperNotFoundError",
+    "PairMismatchError",
+    "TokenizerMismatchError",
+    "TruncatedFileError",
+    "UnsupportedCacheError",
+    "UnsupportedModelError",
+    "VersionError",
+]
+
+
+class KvgraftError(Exception):
+    """Base class of all errors raised by kvgraft."""
+
+
+class GeometryError(KvgraftError, ValueError):
+    """Shapes, dtypes or positions that do not fit the mapper or each other."""
+
+
+class UnsupportedModelError(KvgraftError, ValueError):
+    """A model whose cache has no per-token keys and values that can be mapped."""
+
+
+class CacheError(KvgraftError, ValueError):
+    """A cache object that is empty, inconsistent or not what its counters say."""
+
+
+class UnsupportedCacheError(CacheError, TypeError):
+    """A cache class that kvgraft does not read or build."""
+
+
+class FormatError(KvgraftError, ValueError):
+    """A file that is not the artifact it should be."""
+
+
+class MapperNotFoundError(FormatError, FileNotFoundError):
+    """No artifact at the given path."""
+
+
+class TruncatedFileError(FormatError):
+    """An artifact file shorter than its own header says."""
+
+
+class ChecksumError(FormatError):
+    """An artifact file whose SHA-256 is not the one in ``index.json``."""
+
+
+class VersionError(FormatError):
+    """An artifact of a format version that this release does not read."""
+
+
+class PairMismatchError(KvgraftError, ValueError):
+    """A mapper applied to a model or cache other than those it was fitted for."""
+
+
+class TokenizerMismatchError(KvgraftError, ValueError):
+    """Two models that do not turn the same text into the same token ids."""
+
+
+class FitError(KvgraftError, ValueError):
+    """A fit that cannot give a usable map from the data it was given."""
