@@ -15,6 +15,7 @@ __all__ = [
     "GeometryError",
     "KvgraftError",
     "MapperNotFoundError",
+    "ModelNotFoundError",
     "PairMismatchError",
     "TokenizerMismatchError",
     "TruncatedFileError",
@@ -50,6 +51,10 @@ class FormatError(KvgraftError, ValueError):
 
 class MapperNotFoundError(FormatError, FileNotFoundError):
     """No artifact at the given path."""
+
+
+class ModelNotFoundError(KvgraftError, FileNotFoundError):
+    """No model at the given path or under the given name."""
 
 
 class TruncatedFileError(FormatError):
