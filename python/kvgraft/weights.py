@@ -46,12 +46,16 @@ def weight_shape(weight: Weight) -> tuple[int, int, int]:
 
 
 def dequantize(weight: Weight) -> mx.array:
-    """The plain ``[n_heads, in_dim, out_dim]`` array behind a weight."""
+    """The plain ``[n_heads, in_dim, out_dim]`` array behind a weight.
+
+    Quantised weights come back in float32: ``scale * q + bias`` rounded to
+    float16 would add an error as large as that of a float16 result.
+    """
     if isinstance(weight, AffineWeight):
         full = mx.dequantize(
             weight.packed,
-            weight.scales,
-            weight.biases,
+            weight.scales.astype(mx.float32),
+            weight.biases.astype(mx.float32),
             group_size=weight.group_size,
             bits=weight.bits,
         )
