@@ -306,7 +306,7 @@ def _mapping_difference(
     return [f"{what}: {len(a)} against {len(b)} tokens; {shown}{rest}"]
 
 
-def _live_quantization(model: Module | None) -> dict[str, Any] | None:
+def _live_quantization(model: Any) -> dict[str, Any] | None:
     if model is None:
         return None
     from mlx.nn.layers.quantized import QuantizedLinear
