@@ -36,7 +36,8 @@ def saturate(x: mx.array, dtype: mx.Dtype) -> mx.array:
     if dtype == mx.float32 or x.dtype == dtype:
         return x.astype(dtype)
     limit = float(mx.finfo(dtype).max)
-    return mx.clip(x, -limit, limit).astype(dtype)
+    # In float32: bfloat16 would round float16's limit up to what is beyond it.
+    return mx.clip(x.astype(mx.float32), -limit, limit).astype(dtype)
 
 
 def check_map_layer(
