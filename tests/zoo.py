@@ -403,8 +403,9 @@ ZOO: list[Tiny] = [
         },
         ropes=("SuScaledRoPE",),
     ),
-    Tiny("phi3small", {"dense_attention_every_n_layers": 2, "ff_intermediate_size": 96,
-                       "gegelu_limit": 20.0, "blocksparse_block_size": 32,
+    # It writes to fixed ids of its logits, past the end of a small vocabulary.
+    Tiny("phi3small", {"vocab_size": 100352, "dense_attention_every_n_layers": 2,
+                       "ff_intermediate_size": 96, "gegelu_limit": 20.0, "blocksparse_block_size": 32,
                        "blocksparse_num_local_blocks": 2, "blocksparse_vert_stride": 2}),
     Tiny(
         "phimoe",
@@ -659,6 +660,7 @@ def main() -> int:
     """Print a table of the probe's verdicts."""
     from kvgraft.probe import probe_table
 
+    mx.disable_compile()  # on the CPU it calls a C++ compiler, function by function
     counts = dict.fromkeys(("pass", "refused", "absent", "unlike expected"), 0)
     types: dict[str, set[str]] = {"pass": set(), "refused": set()}
     print(f"mlx {mx.__version__}, mlx-lm {version('mlx-lm')}, {mx.default_device()}")
