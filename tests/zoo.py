@@ -405,7 +405,8 @@ ZOO: list[Tiny] = [
     ),
     # It writes to fixed ids of its logits, past the end of a small vocabulary.
     Tiny("phi3small", {"vocab_size": 100352, "dense_attention_every_n_layers": 2,
-                       "ff_intermediate_size": 96, "gegelu_limit": 20.0, "blocksparse_block_size": 32,
+                       "ff_intermediate_size": 96, "gegelu_limit": 20.0,
+                       "blocksparse_block_size": 32,
                        "blocksparse_num_local_blocks": 2, "blocksparse_vert_stride": 2}),
     Tiny(
         "phimoe",
