@@ -60,7 +60,7 @@ class ModelIdentity:
     """Which model a cache or a mapper belongs to.
 
     Attributes:
-        name: Path or repository name as the user gave it, for messages.
+        name: Repository name or the folder's name, for messages.
         config_sha256: Digest of ``config.json`` without the keys that only say
             how this copy is stored (dtype, quantization, library version).
         tokenizer_sha256: Digest of :func:`tokenizer_digest`.
@@ -102,7 +102,8 @@ class LoadedModel:
         model: The mlx-lm model, in evaluation mode.
         tokenizer: mlx-lm's tokenizer wrapper.
         path: The folder that it was read from.
-        name: Path or repository name as the user gave it.
+        name: Repository name, or the folder's own name: artifacts carry it, and
+            must not tell where somebody keeps their files.
     """
 
     model: Module
@@ -182,7 +183,9 @@ def load_model(
             f"({type(error).__name__}: {_first_line(error)}). If the architecture is newer than "
             "this mlx-lm, upgrade it; otherwise convert the model again with mlx_lm.convert."
         ) from error
-    return LoadedModel(loaded[0], loaded[1], path, os.fspath(path_or_repo))
+    given = os.fspath(path_or_repo)
+    name = path.resolve().name if Path(given).expanduser().is_dir() else given
+    return LoadedModel(loaded[0], loaded[1], path, name)
 
 
 def identify(
@@ -199,7 +202,7 @@ def identify(
         model: The live model, or ``None``. Used only to see that layers are
             quantised when the configuration doesn't say so.
         tokenizer: Its tokenizer (mlx-lm's wrapper or a transformers one).
-        name: What to call it; default the path.
+        name: What to call it; default the folder's name.
 
     Raises:
         ModelNotFoundError: If there is no readable ``config.json``.
@@ -215,7 +218,7 @@ def identify(
     stored = {key: value for key, value in config.items() if key not in _STORAGE_KEYS}
     quantization = config.get("quantization") or _live_quantization(model)
     return ModelIdentity(
-        name=os.fspath(model_path) if name is None else name,
+        name=path.resolve().name if name is None else name,
         config_sha256=_digest(stored),
         tokenizer_sha256=tokenizer_digest(tokenizer),
         quantization=quantization,
