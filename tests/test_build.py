@@ -136,10 +136,7 @@ def test_one_libmlx_is_loaded():
 
 
 def test_sdist_holds_what_a_build_needs(tmp_path):
-    code = (
-        "from scikit_build_core.build import build_sdist\n"
-        f"print(build_sdist({str(tmp_path)!r}))"
-    )
+    code = f"from scikit_build_core.build import build_sdist\nprint(build_sdist({str(tmp_path)!r}))"
     done = python(code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     with tarfile.open(tmp_path / done.stdout.split()[-1]) as archive:

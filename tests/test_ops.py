@@ -218,9 +218,7 @@ def test_streams_and_async_eval():
     with mx.stream(streams[0]):
         results.append(ops.map_layer(**problem.arguments))
     # A result that crosses streams is waited for.
-    chained = ops.map_layer(
-        [results[0].astype(F32)], mx.ones((1, 240, 4)), stream=streams[1]
-    )
+    chained = ops.map_layer([results[0].astype(F32)], mx.ones((1, 240, 4)), stream=streams[1])
     assert mx.isfinite(chained).all()
     for x in results:
         assert mx.array_equal(x, want)
