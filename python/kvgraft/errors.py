@@ -8,6 +8,7 @@ class derives from that too, so that callers written for it keep working.
 from __future__ import annotations
 
 __all__ = [
+    "ArtifactWriteError",
     "CacheError",
     "ChecksumError",
     "FitError",
@@ -67,6 +68,10 @@ class ChecksumError(FormatError):
 
 class VersionError(FormatError):
     """An artifact of a format version that this release does not read."""
+
+
+class ArtifactWriteError(KvgraftError, OSError):
+    """An artifact that could not be written; what was there before is unchanged."""
 
 
 class PairMismatchError(KvgraftError, ValueError):

@@ -9,18 +9,68 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from kvgraft.errors import GeometryError, MapperNotFoundError
-from kvgraft.geometry import ModelGeometry
+from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models import ModelIdentity
-from kvgraft.weights import Weight, dequantize, weight_shape
+from kvgraft.weights import AffineWeight, Weight, dequantize, weight_shape
 
-__all__ = ["CrossModelMapper", "KVMapper", "LayerMap", "LinearMap", "Mapper", "WeightStore"]
+__all__ = [
+    "CrossModelMapper",
+    "KVMapper",
+    "LayerMap",
+    "LinearMap",
+    "Mapper",
+    "Storage",
+    "WeightStore",
+]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the weights of one map are kept.
+
+    Attributes:
+        dtype: dtype of the weights, or of the scales of quantised ones:
+            ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        bits: 4 or 8 for quantised weights, else ``None``.
+        group_size: Group size of quantised weights, else ``None``.
+        bias_dtype: dtype of the biases.
+    """
+
+    dtype: str
+    bits: int | None = None
+    group_size: int | None = None
+    bias_dtype: str = "float32"
+
+    @classmethod
+    def of(cls, weight: Weight, bias: mx.array) -> Storage:
+        """What arrays in memory are."""
+        if isinstance(weight, AffineWeight):
+            return cls(
+                _dtype_name(weight.scales), weight.bits, weight.group_size, _dtype_name(bias)
+            )
+        return cls(_dtype_name(weight), None, None, _dtype_name(bias))
+
+    def nbytes(self, shape: tuple[int, int, int]) -> int:
+        """Bytes of the weights and biases of a map of ``shape``."""
+        heads, in_dim, out_dim = shape
+        item = 4 if self.dtype == "float32" else 2
+        weights = heads * in_dim * out_dim
+        if self.bits is not None and self.group_size is not None:
+            size = weights * self.bits // 8 + 2 * item * (weights // self.group_size)
+        else:
+            size = weights * item
+        return size + heads * out_dim * (4 if self.bias_dtype == "float32" else 2)
+
+
+def _dtype_name(array: mx.array) -> str:
+    return str(array.dtype).removeprefix("mlx.core.")
 
 
 @dataclass
@@ -33,6 +83,7 @@ class LinearMap:
         shape: ``(n_kv_heads, in_dim, head_dim)`` of the weights.
         weight: The weights, or ``None`` while unloaded.
         bias: ``[n_kv_heads, head_dim]``, or ``None`` while unloaded.
+        on_disk: How the file holds the weights; ``None`` if there is no file.
     """
 
     sources: tuple[int, ...]
@@ -40,6 +91,7 @@ class LinearMap:
     shape: tuple[int, int, int]
     weight: Weight | None = None
     bias: mx.array | None = None
+    on_disk: Storage | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -58,6 +110,19 @@ class LinearMap:
         """Weights and biases, from the shape alone."""
         heads, in_dim, out_dim = self.shape
         return heads * (in_dim + 1) * out_dim
+
+    @property
+    def storage(self) -> Storage:
+        """How the weights are kept: in memory if they are there, else on disk.
+
+        Raises:
+            MapperNotFoundError: If they are neither in memory nor on disk.
+        """
+        if self.weight is not None and self.bias is not None:
+            return Storage.of(self.weight, self.bias)
+        if self.on_disk is None:
+            raise MapperNotFoundError("This map has no weights, neither in memory nor on disk.")
+        return self.on_disk
 
 
 @dataclass
@@ -86,6 +151,15 @@ class LayerMap:
         """Drop the weights; what describes them stays."""
         self.keys.weight = self.keys.bias = None
         self.values.weight = self.values.bias = None
+
+    def copy(self) -> LayerMap:
+        """The same layer, sharing the arrays; unloading one leaves the other."""
+        return replace(
+            self,
+            keys=replace(self.keys),
+            values=replace(self.values),
+            scores=dict(self.scores),
+        )
 
     # The names that VeloxQuant-MLX gives to the same things.
 
@@ -129,7 +203,10 @@ class WeightStore(Protocol):
     """Where a mapper's weights come from when they are not in memory."""
 
     def fill(self, layer: LayerMap) -> None:
-        """Read the weights of one layer into ``layer``."""
+        """Read the weights of one layer into ``layer``, evaluated.
+
+        Must be safe to call from several threads.
+        """
 
 
 @dataclass
@@ -203,10 +280,24 @@ class Mapper:
         m = self.layer(target_layer)
         if not m.is_loaded:
             if self.store is None:
-                raise MapperNotFoundError(
-                    f"The weights of target layer {target_layer} were unloaded and this mapper "
-                    "has no file to read them from. Save it before unloading."
-                )
+                raise _no_file(target_layer)
+            self.store.fill(m)
+        return m
+
+    def read_layer(self, target_layer: int) -> LayerMap:
+        """A copy of one layer with its weights; the mapper itself stays as it is.
+
+        What is not in memory is read, and is gone when the copy is. No other
+        thread can unload it in between.
+
+        Raises:
+            GeometryError: If the mapper does not produce that layer.
+            MapperNotFoundError: If the weights are nowhere.
+        """
+        m = self.layer(target_layer).copy()
+        if not m.is_loaded:
+            if self.store is None:
+                raise _no_file(target_layer)
             self.store.fill(m)
         return m
 
@@ -215,18 +306,38 @@ class Mapper:
         for m in self.layers:
             m.unload()
 
+    def check(self) -> None:
+        """Raise :class:`GeometryError` unless layers, shapes and geometries agree."""
+        if not self.layers:
+            raise GeometryError("This mapper produces no layers.")
+        seen: set[int] = set()
+        for m in self.layers:
+            if not 0 <= m.target_layer < len(self.target.layers):
+                raise GeometryError(
+                    f"The mapper produces target layer {m.target_layer}, but the target has "
+                    f"{len(self.target.layers)}."
+                )
+            if m.target_layer in seen:
+                raise GeometryError(f"The mapper produces target layer {m.target_layer} twice.")
+            seen.add(m.target_layer)
+            geometry = self.target.layers[m.target_layer]
+            _check_map(f"Target layer {m.target_layer}, keys", m.keys, self.source, geometry, True)
+            _check_map(
+                f"Target layer {m.target_layer}, values", m.values, self.source, geometry, False
+            )
+
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the artifact folder; see :func:`kvgraft.artifact.save`."""
+        """Write the artifact; see :func:`kvgraft.artifact.save`."""
         from kvgraft import artifact
 
         return artifact.save(self, path, **options)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Mapper:
+    def load(cls, path: str | os.PathLike[str], **options: Any) -> Mapper:
         """Open an artifact; see :func:`kvgraft.artifact.load`."""
         from kvgraft import artifact
 
-        return artifact.load(path)
+        return artifact.load(path, **options)
 
     def apply(
         self, src_pairs: Sequence[tuple[mx.array, mx.array]], offset: int = 0
@@ -245,6 +356,56 @@ class Mapper:
         from kvgraft import transfer
 
         return transfer.apply(self, src_pairs, offset)
+
+
+def _no_file(target_layer: int) -> MapperNotFoundError:
+    return MapperNotFoundError(
+        f"The weights of target layer {target_layer} were unloaded and this mapper has no file "
+        "to read them from. Save it before unloading."
+    )
+
+
+def _check_map(
+    what: str, m: LinearMap, source: ModelGeometry, target: LayerGeometry, keys: bool
+) -> None:
+    out_dim = target.key_dim if keys else target.value_dim
+    if not m.sources:
+        raise GeometryError(f"{what}: no source layers.")
+    wrong = [s for s in m.sources if not 0 <= s < len(source.layers)]
+    if wrong:
+        raise GeometryError(
+            f"{what}: source layers {wrong} are not among the source's {len(source.layers)}."
+        )
+    layers = [source.layers[s] for s in m.sources]
+    dims = [layer.key_dim if keys else layer.value_dim for layer in layers]
+    if m.heads is None:
+        widths = {sum(layer.n_kv_heads * d for layer, d in zip(layers, dims))}
+    else:
+        if len(m.heads) != target.n_kv_heads:
+            raise GeometryError(
+                f"{what}: the head plan lists {len(m.heads)} heads, the target has "
+                f"{target.n_kv_heads}."
+            )
+        fewest = min(layer.n_kv_heads for layer in layers)
+        if any(not 0 <= g < fewest for group in m.heads for g in group):
+            raise GeometryError(
+                f"{what}: the head plan {list(map(list, m.heads))} names a source head outside "
+                f"0..{fewest - 1}."
+            )
+        widths = {len(group) * sum(dims) for group in m.heads}
+    if len(widths) != 1:
+        raise GeometryError(f"{what}: the head plan gives target heads different widths.")
+    want = (target.n_kv_heads, widths.pop(), out_dim)
+    if m.shape != want:
+        raise GeometryError(
+            f"{what}: the weights are {m.shape}, the geometries and the head plan ask for {want}."
+        )
+    if m.weight is not None and weight_shape(m.weight) != want:
+        raise GeometryError(f"{what}: weights of {weight_shape(m.weight)} where {want} are due.")
+    if m.bias is not None and tuple(m.bias.shape) != (want[0], want[2]):
+        raise GeometryError(
+            f"{what}: biases of {tuple(m.bias.shape)} where {(want[0], want[2])} are due."
+        )
 
 
 CrossModelMapper = Mapper

@@ -1,0 +1,1 @@
+"""Files: what kvgraft reads and writes, one module per format."""

@@ -1,0 +1,233 @@
+"""Put a file or folder in place whole, or not at all.
+
+What is written goes to a hidden sibling first, is flushed to disk, and takes
+its name in one step. Until then the path holds what it held before; a process
+that dies leaves it so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvgraft.errors import ArtifactWriteError, KvgraftError
+
+__all__ = ["check_space", "replacing_file", "replacing_folder"]
+
+_MARK = ".kvgraft-tmp-"
+
+
+@contextlib.contextmanager
+def replacing_folder(
+    path: str | os.PathLike[str],
+    check: Callable[[Path], None],
+    ours: Callable[[str], bool],
+) -> Iterator[Path]:
+    """Build a folder in the block; it becomes ``path`` when the block ends well.
+
+    An existing folder is replaced. Files in it that are not part of what is
+    replaced (a ``.git``, a report) move over to the new folder.
+
+    Args:
+        path: Where the folder is to be. Its parents are made.
+        check: Called with an existing folder that isn't empty; raises if it
+            must not be replaced.
+        ours: Whether a file of this name belongs to what is replaced.
+
+    Yields:
+        The folder to fill.
+
+    Raises:
+        ArtifactWriteError: If the disk is full, or writing is not permitted.
+    """
+    target = Path(os.path.realpath(path))
+    with _explained(target):
+        if target.exists() and not target.is_dir():
+            raise ArtifactWriteError(
+                f"{target} is a file; a folder is to be written there. Choose another path."
+            )
+        if _holds_files(target):
+            check(target)
+        with _workspace(target, ours) as work:
+            fresh = work / "new"
+            fresh.mkdir()
+            yield fresh
+            _sync_folder(fresh)
+            if _holds_files(target):
+                _swap(fresh, target)
+                _move_others(fresh, target, ours)
+            else:
+                os.rename(fresh, target)
+            _sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def replacing_file(path: str | os.PathLike[str], check: Callable[[Path], None]) -> Iterator[Path]:
+    """Like :func:`replacing_folder`, for one file; the block creates the yielded path.
+
+    Args:
+        path: Where the file is to be. Its parents are made.
+        check: Called with an existing file; raises if it must not be replaced.
+
+    Yields:
+        Where to write.
+
+    Raises:
+        ArtifactWriteError: If the disk is full, or writing is not permitted.
+    """
+    target = Path(os.path.realpath(path))
+    with _explained(target):
+        if target.is_dir():
+            raise ArtifactWriteError(
+                f"{target} is a folder; a file is to be written there. Choose another path."
+            )
+        if target.exists():
+            check(target)
+        with _workspace(target, lambda name: True) as work:
+            yield work / "new"
+            os.replace(work / "new", target)
+            _sync_folder(target.parent)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse before any work when the disk can't hold ``needed`` more bytes.
+
+    Raises:
+        ArtifactWriteError: With both numbers.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise _write_error(
+            errno.ENOSPC,
+            f"The disk of {folder.parent} has {free / 1e9:.2f} GB free; {needed / 1e9:.2f} GB "
+            "are needed. Free some space, or choose another path. Nothing was changed.",
+        )
+
+
+@contextlib.contextmanager
+def _workspace(target: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
+    """A hidden folder beside ``target``, removed at the end with all that is left in it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target, ours)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}{_MARK}", dir=target.parent))
+    handle = os.open(work, os.O_RDONLY)
+    try:
+        # Held while we work: another save can tell this folder from a stale one.
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield work
+    finally:
+        os.close(handle)
+        _discard(work, target, ours)
+
+
+def _remove_stale(target: Path, ours: Callable[[str], bool]) -> None:
+    """Remove what a killed process left beside ``target``."""
+    prefix = f".{target.name}{_MARK}"
+    for path in target.parent.iterdir():
+        if not path.name.startswith(prefix):
+            continue
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # someone is writing it right now
+        else:
+            _discard(path, target, ours)
+        finally:
+            os.close(handle)
+
+
+def _discard(work: Path, target: Path, ours: Callable[[str], bool]) -> None:
+    """Delete a work folder; files of the user that a swap brought there are moved back first."""
+    leftover = work / "new"
+    if leftover.is_dir() and target.is_dir():
+        try:
+            _move_others(leftover, target, ours)
+        except OSError:
+            return  # rather leave it than lose them
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _move_others(old: Path, new: Path, ours: Callable[[str], bool]) -> None:
+    """Move over what the user kept in the old folder."""
+    for path in old.iterdir():
+        if not ours(path.name) and not (new / path.name).exists():
+            os.rename(path, new / path.name)
+
+
+def _holds_files(path: Path) -> bool:
+    return path.is_dir() and any(path.iterdir())
+
+
+def _swap(fresh: Path, target: Path) -> None:
+    """Exchange two folders; at every moment ``target`` is the old or the new one."""
+    if _exchange(fresh, target):
+        return
+    # Some file systems can't. The name is free for an instant, and what was
+    # there is kept under a name that nothing deletes.
+    previous = target.with_name(f".{target.name}.previous")
+    os.rename(target, previous)
+    try:
+        os.rename(fresh, target)
+    except BaseException:
+        os.rename(previous, target)
+        raise
+    os.rename(previous, fresh)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """The system's atomic exchange of two names; ``False`` where there is none."""
+    libc = ctypes.CDLL(None)
+    first, second = os.fsencode(a), os.fsencode(b)
+    try:
+        if sys.platform == "darwin":
+            rename_swap = ctypes.c_uint(0x2)
+            return bool(libc.renamex_np(first, second, rename_swap) == 0)
+        at_fdcwd, rename_exchange = -100, ctypes.c_uint(0x2)
+        return bool(libc.renameat2(at_fdcwd, first, at_fdcwd, second, rename_exchange) == 0)
+    except AttributeError:
+        return False
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    """Turn operating-system errors into ones that say what to do."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, KvgraftError):
+            raise
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = "the disk is full. Free some space, or choose another path"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            what = "writing there is not permitted. Choose another path, or change the permissions"
+        else:
+            what = f"{error.strerror or error}"
+        raise _write_error(
+            error.errno, f"Cannot write {target}: {what}. What was there before is unchanged."
+        ) from error
+
+
+def _write_error(number: int | None, message: str) -> ArtifactWriteError:
+    error = ArtifactWriteError(message)
+    error.errno = number
+    return error
