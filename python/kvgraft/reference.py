@@ -59,8 +59,10 @@ def check_map_layer(
     for i, s in enumerate(sources):
         if s.dtype not in _FLOATS:
             raise GeometryError(f"map_layer: source {i} has dtype {s.dtype}; use a float dtype.")
-        if s.ndim != first.ndim or s.shape[-2] != first.shape[-2] or (
-            s.ndim == 4 and s.shape[0] != first.shape[0]
+        if (
+            s.ndim != first.ndim
+            or s.shape[-2] != first.shape[-2]
+            or (s.ndim == 4 and s.shape[0] != first.shape[0])
         ):
             raise GeometryError(
                 f"map_layer: source {i} has shape {tuple(s.shape)}, which does not match "
@@ -160,11 +162,12 @@ def map_layer(
             parts.append(rows.flatten(-2, -1))
         return mx.concatenate(parts, axis=-1)
 
-    shared = features(None) if heads is None else None
+    inputs = (
+        [features(None)] * n_heads if heads is None else [features(group) for group in heads]
+    )
     mapped = []
     for h in range(n_heads):
-        x = shared if heads is None else features(heads[h])
-        y = x @ w[h]
+        y = inputs[h] @ w[h]
         mapped.append(y if bias is None else y + bias[h].astype(mx.float32))
     out = rotate_pairs(mx.stack(mapped, axis=-3), rotate)
     return saturate(out, sources[0].dtype if dtype is None else dtype)

@@ -1,0 +1,42 @@
+"""The ``kvgraft`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from kvgraft.errors import KvgraftError
+
+__all__ = ["main"]
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status.
+
+    0: done. 1: refused or failed, with the reason on stderr. 2: bad usage.
+    130: interrupted.
+    """
+    from kvgraft.commands import build_parser
+
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    command: Command = args.command
+    try:
+        return command(args)
+    except KvgraftError as error:
+        print(f"kvgraft: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nkvgraft: interrupted; nothing was half-written.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (``kvgraft inspect … | head``).
+        sys.stderr.close()
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
