@@ -1,0 +1,33 @@
+"""Fitting: two models and text in, a mapper out.
+
+text → capture → moments → select and solve → :class:`kvgraft.Mapper`
+"""
+
+from kvgraft.fit.config import FitConfig
+from kvgraft.fit.moments import LayerRows, Moments, MomentSet
+from kvgraft.fit.pipeline import GatheredMoments, fit, fit_arrays, fit_mapper, gather
+from kvgraft.fit.plan import FitPlan, plan_fit
+from kvgraft.fit.select import LayerScores, score_layers
+from kvgraft.fit.solve import solve_mapper
+from kvgraft.fit.text import CalibrationText, TextSource, parse_source, read_text
+
+__all__ = [
+    "CalibrationText",
+    "FitConfig",
+    "FitPlan",
+    "GatheredMoments",
+    "LayerRows",
+    "LayerScores",
+    "MomentSet",
+    "Moments",
+    "TextSource",
+    "fit",
+    "fit_arrays",
+    "fit_mapper",
+    "gather",
+    "parse_source",
+    "plan_fit",
+    "read_text",
+    "score_layers",
+    "solve_mapper",
+]

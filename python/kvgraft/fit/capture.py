@@ -1,0 +1,181 @@
+"""Running a model over calibration text and taking the keys and values it caches.
+
+One call per sequence and no chunks: a sliding-window cache keeps every position
+of its first call and loses them with the second. Only the caches are evaluated;
+MLX is lazy, so the logits are never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from kvgraft.errors import FitError
+from kvgraft.fit.moments import LayerRows
+from kvgraft.geometry import ModelGeometry
+from kvgraft.rope import RopeTable, rotate_pairs
+
+__all__ = ["CachedRows", "Stripper", "capture", "row_positions"]
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """Some tokens' keys and values as the model cached them.
+
+    Attributes:
+        keys: One ``[n_kv_heads, rows, key_dim]`` array per cache, in the
+            model's dtype, keys post-RoPE.
+        values: One ``[n_kv_heads, rows, value_dim]`` array per cache.
+    """
+
+    keys: list[mx.array]
+    values: list[mx.array]
+
+
+def row_positions(seq_len: int, stride: int, skip: int = 0) -> NDArray[np.int32]:
+    """Positions of the rows that are taken from a sequence.
+
+    Neighbouring tokens are much alike; the paper takes every fourth (section
+    3.1). ``skip`` leaves out the first tokens, whose keys are attention sinks.
+
+    Raises:
+        FitError: If that leaves none.
+    """
+    if stride < 1 or not 0 <= skip < seq_len:
+        raise FitError(
+            f"Cannot take rows with stride {stride} after skipping {skip} of {seq_len} tokens."
+        )
+    return np.arange(skip, seq_len, stride, dtype=np.int32)
+
+
+def capture(
+    model: Any, tokens: Sequence[int] | NDArray[np.int32], positions: NDArray[np.int32]
+) -> CachedRows:
+    """Prefill one sequence and take rows out of the caches.
+
+    The work is started, not waited for: on a GPU it runs while the caller does
+    something else.
+
+    Args:
+        model: A live mlx-lm model.
+        tokens: ``[n]`` token ids.
+        positions: ``[rows]`` positions to take, ascending.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    n_tokens = len(tokens)
+    cache = make_prompt_cache(model)
+    model(mx.array(np.asarray(tokens, dtype=np.int32))[None], cache=cache)
+    at = mx.array(positions)
+    keys, values = [], []
+    for i, entry in enumerate(cache):
+        k, v = _arrays(entry, i, n_tokens)
+        keys.append(k[0][:, at])
+        values.append(v[0][:, at])
+    mx.async_eval([*keys, *values])  # type: ignore[no-untyped-call]
+    return CachedRows(keys, values)
+
+
+def _arrays(entry: Any, layer: int, n_tokens: int) -> tuple[mx.array, mx.array]:
+    """All tokens of a cache that has seen one call.
+
+    :func:`kvgraft.caches.read_cache` refuses sliding-window caches, rightly: in
+    use they have lost the front of the text. After a first call they still hold
+    all of it, in order.
+    """
+    keys, values = getattr(entry, "keys", None), getattr(entry, "values", None)
+    if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+        raise FitError(
+            f"Cache {layer} ({type(entry).__name__}) holds no plain keys and values after a "
+            "prefill; this model cannot be fitted."
+        )
+    if keys.shape[2] < n_tokens or values.shape[2] < n_tokens:
+        raise FitError(
+            f"Cache {layer} ({type(entry).__name__}) kept {keys.shape[2]} of {n_tokens} tokens. "
+            "Use calibration sequences that fit into it (a smaller seq_len)."
+        )
+    return keys[:, :, :n_tokens], values[:, :, :n_tokens]
+
+
+class Stripper:
+    """Turns cached rows into features: float32, RoPE off the keys, checked.
+
+    Args:
+        geometry: Geometry of the model the rows come from.
+        positions: ``[rows]`` their positions.
+        who: ``"source"`` or ``"target"``, for messages.
+        content_space: Take RoPE off. The paper does; without it the map holds
+            only near the positions it was fitted on (section 3.3).
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        positions: NDArray[np.int32],
+        who: str,
+        *,
+        content_space: bool = True,
+    ) -> None:
+        self._geometry = geometry
+        self._who = who
+        self._tables: list[RopeTable | None] = [None] * len(geometry.layers)
+        if content_space and len(positions):
+            made: dict[Any, RopeTable | None] = {}
+            for i, layer in enumerate(geometry.layers):
+                layer.rope.check_positions(int(positions[-1]))
+                if layer.rope not in made:
+                    made[layer.rope] = layer.rope.table(mx.array(positions), inverse=True)
+                self._tables[i] = made[layer.rope]
+
+    def start(self, rows: CachedRows) -> CachedRows:
+        """Queue the work on some rows; :meth:`finish` waits for it.
+
+        Kept apart so that a GPU can go on with the next sequence while the CPU
+        multiplies this one.
+
+        Raises:
+            FitError: If the model has another number of caches than its geometry.
+        """
+        if len(rows.keys) != len(self._geometry.layers):
+            raise FitError(
+                f"The {self._who} model filled {len(rows.keys)} caches, its geometry has "
+                f"{len(self._geometry.layers)}."
+            )
+        stripped = [rotate_pairs(k, t) for k, t in zip(rows.keys, self._tables, strict=True)]
+        plain = [v.astype(mx.float32) for v in rows.values]
+        mx.async_eval([*stripped, *plain])  # type: ignore[no-untyped-call]
+        return CachedRows(stripped, plain)
+
+    def finish(self, rows: CachedRows) -> LayerRows:
+        """The features of rows that :meth:`start` returned.
+
+        Raises:
+            FitError: If the model produced NaN or infinity.
+        """
+        return LayerRows(
+            [self._check(x, i, "keys") for i, x in enumerate(rows.keys)],
+            [self._check(x, i, "values") for i, x in enumerate(rows.values)],
+        )
+
+    def __call__(self, rows: CachedRows) -> LayerRows:
+        """:meth:`start` and :meth:`finish` in one."""
+        return self.finish(self.start(rows))
+
+    def _check(self, x: mx.array, layer: int, kind: str) -> NDArray[np.float32]:
+        out = np.array(x)
+        # The sum is finite unless an entry isn't (or the entries are absurd);
+        # it needs no array of its own.
+        if not np.isfinite(out.sum(dtype=np.float64)):
+            bad = int((~np.isfinite(out)).sum())
+            raise FitError(
+                f"The {self._who} model's {kind} of layer {layer} hold {bad} values that are "
+                f"not finite, out of {out.size}. Nothing can be fitted on that: the model's "
+                f"{self._geometry.dtype} may overflow (load it as bfloat16 or float32), or its "
+                "weights may be damaged."
+            )
+        return out

@@ -1,0 +1,127 @@
+"""What a fit is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvgraft.errors import FitError
+
+__all__ = ["FitConfig"]
+
+_CHOICES = {
+    "lambda_convention": ("gram", "covariance"),
+    "selection": ("heldout", "paper"),
+    "layers": ("shared", "separate"),
+    "plan": ("full", "local", "grouped"),
+    "weights": ("float32", "float16", "bfloat16", "8bit", "4bit"),
+    "structure": ("auto", "full", "heads"),
+}
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """Settings of a fit. The defaults follow the paper, except for ``selection``.
+
+    Attributes:
+        k: Source layers per target layer, or ``"all"``.
+        k_values: The same for values only; ``None`` takes ``k``.
+        ridge_lambda: λ of the ridge.
+        lambda_convention: ``"gram"``: added to the centred Gram matrix, as in
+            the paper and VeloxQuant-MLX. ``"covariance"``: added to the centred
+            covariance, as in the molt mappers; stronger by the number of rows.
+        selection: How source layers are ranked: ``"heldout"`` or ``"paper"``
+            (in-sample); see :func:`kvgraft.fit.select.score_layers`.
+        layers: ``"shared"``: keys and values take the same source layers, ranked
+            by the mean of their scores (the paper). ``"separate"``: each by its
+            own.
+        plan: Source heads per target head: ``"full"`` (all of them, the paper),
+            ``"local"`` (the one of the same index), ``"grouped"``.
+        groups: The ``"grouped"`` plan: one list of source heads per target head,
+            all of one length; ``None`` splits the source heads evenly.
+        sequences: Calibration sequences.
+        seq_len: Tokens per sequence.
+        stride: Every how many tokens a row is taken.
+        skip: Leave out this many tokens at the start of each sequence, whose
+            keys are attention sinks.
+        heldout: Share of the sequences that is held out.
+        chat: Apply the tokenizer's chat template to JSONL ``messages``.
+        content_space: Take RoPE off the keys before fitting (section 3.3 of the
+            paper).
+        weights: How the weights are stored: ``"float32"``, ``"float16"``,
+            ``"bfloat16"``, ``"8bit"`` or ``"4bit"``.
+        group_size: Group size of quantised weights.
+        structure: Which moments are gathered: ``"full"`` serves every plan,
+            ``"heads"`` only ``"local"`` at a fraction of the memory; ``"auto"``
+            gathers what the plan needs.
+        memory_limit: Bytes that the fit may use, models included; ``None`` for
+            no limit. What does not fit at once is done in several passes over
+            the text.
+        sequential: Run the models one after the other, the source's rows waiting
+            on disk, so that both are never in memory together.
+    """
+
+    k: int | str = 8
+    k_values: int | str | None = None
+    ridge_lambda: float = 0.01
+    lambda_convention: str = "gram"
+    selection: str = "heldout"
+    layers: str = "shared"
+    plan: str = "full"
+    groups: tuple[tuple[int, ...], ...] | None = None
+    sequences: int = 500
+    seq_len: int = 1024
+    stride: int = 4
+    skip: int = 0
+    heldout: float = 0.1
+    chat: bool = False
+    content_space: bool = True
+    weights: str = "float16"
+    group_size: int = 64
+    structure: str = "auto"
+    memory_limit: int | None = None
+    sequential: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise FitError(
+                    f"FitConfig: {name} must be one of {', '.join(choices)}; got "
+                    f"{getattr(self, name)!r}."
+                )
+        for name in ("k", "k_values"):
+            value = getattr(self, name)
+            good = value == "all" or (isinstance(value, int) and value >= 1)
+            if not good and not (name == "k_values" and value is None):
+                raise FitError(f"FitConfig: {name} must be 1 or more, or 'all'; got {value!r}.")
+        if not (self.ridge_lambda >= 0 and self.ridge_lambda < float("inf")):
+            raise FitError(f"FitConfig: λ must be 0 or more, got {self.ridge_lambda}.")
+        if self.sequences < 2 or self.seq_len < 2 or self.stride < 1 or self.skip < 0:
+            raise FitError(
+                "FitConfig: sequences and seq_len must be at least 2, stride at least 1, skip "
+                f"not negative; got {self.sequences}, {self.seq_len}, {self.stride}, {self.skip}."
+            )
+        if self.skip >= self.seq_len:
+            raise FitError(f"FitConfig: skip {self.skip} leaves none of {self.seq_len} tokens.")
+        if not 0 < self.heldout < 1:
+            raise FitError(f"FitConfig: heldout must lie between 0 and 1, got {self.heldout}.")
+        if self.groups is not None:
+            if self.plan != "grouped":
+                raise FitError("FitConfig: groups go with plan='grouped'.")
+            if len({len(g) for g in self.groups}) != 1 or not self.groups[0]:
+                raise FitError("FitConfig: every group must list the same number of heads.")
+        if self.structure == "heads" and self.plan != "local":
+            raise FitError("FitConfig: structure 'heads' serves the plan 'local' only.")
+        if self.group_size not in (32, 64, 128):
+            raise FitError(f"FitConfig: group_size must be 32, 64 or 128; got {self.group_size}.")
+        if self.memory_limit is not None and self.memory_limit <= 0:
+            raise FitError("FitConfig: memory_limit must be positive.")
+
+    @property
+    def k_of_values(self) -> int | str:
+        """``k`` of the values."""
+        return self.k if self.k_values is None else self.k_values
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready description."""
+        return asdict(self)

@@ -1,0 +1,602 @@
+"""The whole fit: two models and text in, a mapper out."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvgraft.errors import FitError, GeometryError
+from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
+from kvgraft.fit.config import FitConfig
+from kvgraft.fit.moments import LayerRows, Moments, MomentSet, common_heads
+from kvgraft.fit.plan import FitPlan, Part, plan_fit
+from kvgraft.fit.solve import solve_mapper
+from kvgraft.fit.text import CalibrationText, TextLike, read_text
+from kvgraft.fit.work import WorkFolder
+from kvgraft.geometry import ModelGeometry
+from kvgraft.mapper import Mapper
+from kvgraft.models import LoadedModel, ModelIdentity, check_tokenizers, load_model
+from kvgraft.probe import read_geometry
+
+__all__ = ["CHECKPOINT_EVERY", "GatheredMoments", "fit", "fit_arrays", "fit_mapper", "gather"]
+
+CHECKPOINT_EVERY = 50
+"""Sequences between two saves of the moments, when there is a folder to save to."""
+
+Progress = Callable[[int, int], None]
+ModelLike = LoadedModel | str | os.PathLike[str]
+Text = CalibrationText | TextLike | Sequence[TextLike]
+Pair = tuple[mx.array, mx.array]
+ArraysOf = Mapping[int, Pair] | Sequence[Pair]
+
+
+class _Side:
+    """One model of the pair, in memory or not."""
+
+    def __init__(self, given: ModelLike, who: str) -> None:
+        self.who = who
+        self._given = given
+        self._loaded = given if isinstance(given, LoadedModel) else None
+        self.geometry: ModelGeometry
+        self.identity: ModelIdentity
+        self.tokenizer: Any = None
+        self.nbytes = 0
+
+    def model(self) -> Any:
+        """The live model, loaded if need be."""
+        if self._loaded is None:
+            assert not isinstance(self._given, LoadedModel)
+            self._loaded = load_model(self._given)
+            if mx.default_device() == mx.Device(mx.cpu):
+                # MLX's CPU back end multiplies 16-bit matrices one element at a time.
+                self._loaded.model.set_dtype(mx.float32)
+        return self._loaded.model
+
+    def look(self) -> None:
+        """Learn everything about the model that is needed without it."""
+        from mlx.utils import tree_flatten
+
+        model = self.model()
+        assert self._loaded is not None
+        self.geometry = read_geometry(model)
+        self.identity = self._loaded.identity()
+        self.tokenizer = self._loaded.tokenizer
+        leaves: Any = tree_flatten(model.parameters())
+        self.nbytes = sum(int(p.nbytes) for _, p in leaves)
+
+    def release(self) -> None:
+        """Let go of the model, unless the caller holds it."""
+        if not isinstance(self._given, LoadedModel):
+            self._loaded = None
+            gc.collect()
+            mx.clear_cache()
+
+
+@dataclass(frozen=True)
+class GatheredMoments:
+    """What a pair's text comes down to: enough for any number of mappers.
+
+    Attributes:
+        fit: Moments of the text to fit on.
+        heldout: Moments of held-out text.
+        config: Settings that they were gathered with.
+        facts: Facts about text and cost, for the artifact.
+        source_model: Identity of the source.
+        target_model: Identity of the target.
+    """
+
+    fit: MomentSet
+    heldout: MomentSet
+    config: FitConfig
+    facts: dict[str, Any]
+    source_model: ModelIdentity | None = None
+    target_model: ModelIdentity | None = None
+
+    def solve(self, config: FitConfig | None = None, *, progress: Progress | None = None) -> Mapper:
+        """A mapper out of these moments; the models are not needed.
+
+        Args:
+            config: k, λ, plan, selection and weights to use; its settings about
+                text are taken from the moments. Default: the config that they
+                were gathered with.
+            progress: Called with (layers done, layers in all).
+
+        Raises:
+            FitError: If the moments cannot serve it.
+        """
+        chosen = self.config if config is None else config
+        for name in ("content_space", "stride", "skip", "seq_len"):
+            chosen = replace(chosen, **{name: getattr(self.config, name)})
+        mapper = solve_mapper(self.fit, self.heldout, chosen, progress=progress)
+        mapper.fit |= self.facts
+        mapper.source_model, mapper.target_model = self.source_model, self.target_model
+        return mapper
+
+
+def fit_mapper(
+    source: ModelLike,
+    target: ModelLike,
+    text: Text,
+    config: FitConfig | None = None,
+    *,
+    work: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> Mapper:
+    """Fit a mapper from one model's cache to another's.
+
+    Args:
+        source: The model whose caches are mapped: loaded, or a folder or
+            repository to load it from (as float32 where there is no GPU).
+        target: The model they are mapped for.
+        text: Calibration text: a file or files (see :class:`TextSource`), or
+            text that is tokenised already.
+        config: Settings; default :class:`FitConfig`.
+        work: Folder in which the fit keeps its state. An unfinished fit of the
+            same models, text and settings that is found there is continued.
+            Emptied when the fit is complete.
+        progress: Called with (steps done, steps in all): one step per sequence
+            and pass, and one per target layer solved.
+        notify: Called with lines that a user should see.
+
+    Returns:
+        The mapper, with its scores on held-out text.
+
+    Raises:
+        TokenizerMismatchError: If the models do not share a tokenizer.
+        UnsupportedModelError: If a model's cache cannot be mapped.
+        FitError: If the text is too short, a model produces NaN, the memory
+            limit is too small, or a layer cannot be fitted. Nothing but the
+            ``work`` folder, if given, is left behind.
+    """
+    cfg = FitConfig() if config is None else config
+    with _gathered(source, target, text, cfg, work, progress, notify) as (moments, steps):
+        return moments.solve(progress=steps)
+
+
+def gather(
+    source: ModelLike,
+    target: ModelLike,
+    text: Text,
+    config: FitConfig | None = None,
+    *,
+    work: str | os.PathLike[str],
+    progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> GatheredMoments:
+    """Run the models and keep the moments, to solve more than one mapper from them.
+
+    Arguments and errors are those of :func:`fit_mapper`. The moments stay in
+    the folder ``work``; calling again with the same arguments reads them.
+    """
+    cfg = FitConfig() if config is None else config
+    with _gathered(source, target, text, cfg, work, progress, notify, keep=True) as (moments, _):
+        return moments
+
+
+def fit(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    text: Text,
+    out: str | os.PathLike[str],
+    config: FitConfig | None = None,
+    *,
+    work: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> Mapper:
+    """Fit a mapper and save it; what ``kvgraft fit`` does.
+
+    Nothing is written to ``out`` before the fit is complete, and then all of it
+    in one step. Arguments are those of :func:`fit_mapper`; ``out`` is the
+    artifact's folder.
+    """
+    mapper = fit_mapper(source, target, text, config, work=work, progress=progress, notify=notify)
+    mapper.save(out)
+    return mapper
+
+
+@contextmanager
+def _gathered(
+    source: ModelLike,
+    target: ModelLike,
+    text: Text,
+    config: FitConfig,
+    work: str | os.PathLike[str] | None,
+    progress: Progress | None,
+    notify: Callable[[str], None] | None,
+    *,
+    keep: bool = False,
+) -> Iterator[tuple[GatheredMoments, Progress | None]]:
+    """The moments of a pair, for as long as they are solved."""
+    started = time.perf_counter()
+    tell = notify if notify is not None else _quiet
+    sides = _Side(source, "source"), _Side(target, "target")
+    for side in sides:
+        side.look()
+        if config.sequential:
+            side.release()
+    check_tokenizers(sides[0].tokenizer, sides[1].tokenizer)
+    calibration = _calibrate(text, sides[0].tokenizer, config)
+    for note in calibration.notes:
+        tell(note)
+    positions = row_positions(calibration.seq_len, config.stride, config.skip)
+    n_fit = int((~calibration.heldout).sum()) * len(positions)
+    plan = plan_fit(
+        sides[0].geometry,
+        sides[1].geometry,
+        replace(config, seq_len=calibration.seq_len),
+        model_bytes=(sides[0].nbytes, sides[1].nbytes),
+        rows=n_fit,
+        sequences=len(calibration),
+    )
+    if n_fit < 4 * plan.in_dim:
+        tell(
+            f"{n_fit:,} rows are few for {plan.in_dim:,} features per target head: the map will "
+            "be worse than the pair allows. Give more text, a smaller k, or the plan 'local'."
+        )
+    total = len(calibration) * len(plan.passes) * (2 if config.sequential else 1)
+    total += len(sides[1].geometry.layers)
+    clock = _Clock(progress, total)
+    with _work_folder(work, plan, sides, calibration, config, keep) as folder:
+        gatherer = _Gatherer(sides, calibration, config, plan, folder, clock)
+        moments = gatherer.run()
+        facts = {
+            "text": calibration.describe(),
+            "stride": config.stride,
+            "skip": config.skip,
+            "seconds": round(time.perf_counter() - started, 1),
+            "seconds_models": round(gatherer.model_seconds, 1),
+        }
+        steps = clock.rest()
+        yield (
+            GatheredMoments(*moments, config, facts, sides[0].identity, sides[1].identity),
+            steps,
+        )
+
+
+def _calibrate(text: Text, tokenizer: Any, config: FitConfig) -> CalibrationText:
+    if isinstance(text, CalibrationText):
+        if config.skip >= text.seq_len:
+            raise FitError(f"skip {config.skip} leaves none of {text.seq_len} tokens.")
+        return text
+    return read_text(
+        text,
+        tokenizer,
+        sequences=config.sequences,
+        seq_len=config.seq_len,
+        heldout=config.heldout,
+        chat=config.chat,
+    )
+
+
+class _Clock:
+    """Counts steps over all stages of a fit."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def step(self, n: int = 1) -> None:
+        self._done += n
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def rest(self) -> Progress | None:
+        """A callback for the last stage."""
+        if self._progress is None:
+            return None
+        return lambda done, total: self.step()
+
+
+@contextmanager
+def _work_folder(
+    given: str | os.PathLike[str] | None,
+    plan: FitPlan,
+    sides: tuple[_Side, _Side],
+    text: CalibrationText,
+    config: FitConfig,
+    keep: bool,
+) -> Iterator[WorkFolder | None]:
+    """The user's folder, a temporary one where the plan needs one, or none."""
+    if given is None and not plan.spill and not plan.sequential:
+        yield None
+        return
+    made: str | None = None
+    if given is None:
+        made = tempfile.mkdtemp(prefix="kvgraft-fit-")
+    path = Path(made or given or ".")
+    try:
+        _check_space(path, plan.disk_bytes)
+        folder = WorkFolder(path, _identity(plan, sides, text, config))
+        yield folder
+        # Not in a finally: an interrupted fit keeps what it has.
+        if not keep:
+            folder.remove()
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _check_space(path: Path, needed: int) -> None:
+    at = path
+    while not at.exists() and at != at.parent:
+        at = at.parent
+    free = shutil.disk_usage(at).free
+    if free < needed:
+        raise FitError(
+            f"The fit needs about {needed / 1e9:.1f} GB of disk at {path}, and {free / 1e9:.1f} "
+            "GB are free. Free some space, or give another folder (work)."
+        )
+
+
+def _identity(
+    plan: FitPlan, sides: tuple[_Side, _Side], text: CalibrationText, config: FitConfig
+) -> dict[str, Any]:
+    """What must be the same for a fit to be continued."""
+    return {
+        "source geometry": sides[0].geometry.to_dict(),
+        "target geometry": sides[1].geometry.to_dict(),
+        "source model": sides[0].identity.to_dict(),
+        "target model": sides[1].identity.to_dict(),
+        "text": text.digest,
+        "stride": config.stride,
+        "skip": config.skip,
+        "content_space": config.content_space,
+        "passes": [[[p.kind, p.heads, p.targets] for p in one] for one in plan.passes],
+        "n_passes": len(plan.passes),
+        "structure": plan.structure,
+        "sequential": plan.sequential,
+    }
+
+
+class _Gatherer:
+    """Runs the text through the models, pass by pass."""
+
+    def __init__(
+        self,
+        sides: tuple[_Side, _Side],
+        text: CalibrationText,
+        config: FitConfig,
+        plan: FitPlan,
+        folder: WorkFolder | None,
+        clock: _Clock,
+    ) -> None:
+        self._sides = sides
+        self._text = text
+        self._plan = plan
+        self._folder = folder
+        self._clock = clock
+        self._positions = row_positions(text.seq_len, config.stride, config.skip)
+        self._strip = [
+            Stripper(s.geometry, self._positions, s.who, content_space=config.content_space)
+            for s in sides
+        ]
+        self.model_seconds = 0.0
+
+    def run(self) -> tuple[MomentSet, MomentSet]:
+        """The moments of the fitted and of the held-out text."""
+        if self._plan.sequential:
+            self._store_source_rows()
+        parts: list[list[Moments]] = [[], []]
+        for index in range(len(self._plan.passes)):
+            for n, group in enumerate(self._one_pass(index)):
+                parts[n] += group
+        for side in self._sides:
+            side.release()
+        return MomentSet(parts[0]), MomentSet(parts[1])
+
+    def _store_source_rows(self) -> None:
+        """Write the source's rows of all sequences to disk, and let the source go."""
+        assert self._folder is not None
+        finished = self._folder.current_pass >= len(self._plan.passes)
+        for i in range(len(self._text)):
+            if not finished and not self._folder.has_rows("source", i):
+                self._folder.save_rows("source", i, self._run_model(0, i))
+            self._clock.step()
+        self._sides[0].release()
+
+    def _one_pass(self, index: int) -> tuple[list[Moments], list[Moments]]:
+        """Fitted and held-out moments of one pass."""
+        folder, n = self._folder, len(self._text)
+        if folder is not None and index < folder.current_pass:
+            self._clock.step(n)
+            return self._read(index)
+        first = 0
+        if folder is not None and folder.done:
+            fitted, heldout = self._read(index, mapped=False)
+            first = folder.done
+        else:
+            fitted = [self._make(part, "float64") for part in self._plan.passes[index]]
+            heldout = [self._make(part, "float32") for part in self._plan.passes[index]]
+        self._clock.step(first)
+        for i, (source, target) in self._rows(index, first):
+            for moments in heldout if self._text.heldout[i] else fitted:
+                moments.add(source, target)
+            self._clock.step()
+            if folder is not None and (i + 1) % CHECKPOINT_EVERY == 0 and i + 1 < n:
+                folder.checkpoint(index, i + 1, [*fitted, *heldout])
+        for moments in (*fitted, *heldout):
+            moments.flush()
+        if folder is None:
+            return fitted, heldout
+        folder.checkpoint(index, n, [*fitted, *heldout], complete=True)
+        if not self._plan.spill:
+            return fitted, heldout
+        return self._read(index)
+
+    def _make(self, part: Part, dtype: str) -> Moments:
+        return Moments(
+            self._sides[0].geometry,
+            self._sides[1].geometry,
+            structure=self._plan.structure,
+            kinds=(part.kind,),
+            heads=part.heads,
+            targets=part.targets,
+            dtype=dtype,
+        )
+
+    def _read(self, index: int, *, mapped: bool = True) -> tuple[list[Moments], list[Moments]]:
+        assert self._folder is not None
+        files = self._folder.moments_of(index)
+        moments = [Moments.load(path, mapped=mapped)[0] for path in files]
+        half = len(moments) // 2
+        return moments[:half], moments[half:]
+
+    def _rows(self, index: int, first: int) -> Iterator[tuple[int, tuple[LayerRows, LayerRows]]]:
+        """Features of the sequences from ``first`` on, in order.
+
+        On a GPU the next sequence is queued before this one is handed out.
+        """
+        ahead = mx.default_device() == mx.Device(mx.gpu)
+        waiting: list[tuple[int, list[CachedRows]]] = []
+        for i in range(first, len(self._text)):
+            waiting.append((i, self._start(index, i)))
+            if len(waiting) > int(ahead):
+                yield self._finish(*waiting.pop(0))
+        for item in waiting:
+            yield self._finish(*item)
+
+    def _start(self, index: int, i: int) -> list[CachedRows]:
+        """Queue the features of a sequence, from disk or from the models."""
+        folder, label = self._folder, f"pair{index}"
+        rows: list[CachedRows] = []
+        if folder is not None and self._plan.sequential:
+            rows += folder.load_rows("source", i) or []
+        saved = None if folder is None else folder.load_rows(label, i)
+        if saved is None:
+            saved = [self._run_model(side, i) for side in range(len(rows), 2)]
+            if folder is not None:
+                folder.save_rows(label, i, *saved)
+        rows += saved
+        return [strip.start(side) for strip, side in zip(self._strip, rows, strict=True)]
+
+    def _finish(self, i: int, started: list[CachedRows]) -> tuple[int, tuple[LayerRows, LayerRows]]:
+        begun = time.perf_counter()
+        source, target = (
+            strip.finish(side) for strip, side in zip(self._strip, started, strict=True)
+        )
+        self.model_seconds += time.perf_counter() - begun
+        mx.clear_cache()
+        return i, (source, target)
+
+    def _run_model(self, side: int, i: int) -> CachedRows:
+        begun = time.perf_counter()
+        rows = capture(self._sides[side].model(), self._text.tokens[i], self._positions)
+        self.model_seconds += time.perf_counter() - begun
+        return rows
+
+
+def fit_arrays(
+    source_kv: ArraysOf,
+    target_kv: ArraysOf,
+    source_geometry: ModelGeometry,
+    target_geometry: ModelGeometry,
+    positions: mx.array | None = None,
+    config: FitConfig | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Mapper:
+    """Fit on keys and values that were captured before.
+
+    Takes what ``veloxquant_mlx.transfer.fit_mapper`` takes. All rows are used
+    as they come (``stride`` and ``skip`` do not apply); the last of them, a
+    share of ``config.heldout``, are held out.
+
+    Args:
+        source_kv: ``(keys, values)`` per source layer, ``[H, N, D]``, keys with
+            RoPE.
+        target_kv: The same tokens' ``(keys, values)`` per target layer.
+        source_geometry: Geometry of the source.
+        target_geometry: Geometry of the target.
+        positions: ``[N]`` positions; default ``0 … N-1``.
+        config: Settings; those about text are not used.
+        progress: Called with (layers solved, layers in all).
+
+    Raises:
+        GeometryError: If the arrays do not fit the geometries.
+        FitError: If there are too few rows, or they hold NaN.
+    """
+    cfg = FitConfig() if config is None else config
+    rows = [
+        _as_rows(kv, geometry, who)
+        for kv, geometry, who in (
+            (source_kv, source_geometry, "source"),
+            (target_kv, target_geometry, "target"),
+        )
+    ]
+    counts = {int(x.shape[1]) for side in rows for x in (*side.keys, *side.values)}
+    if len(counts) != 1:
+        raise GeometryError(f"The layers hold different numbers of tokens: {sorted(counts)}.")
+    n = counts.pop()
+    at = np.arange(n, dtype=np.int32) if positions is None else np.array(positions, dtype=np.int32)
+    if at.shape != (n,):
+        raise GeometryError(f"{n} tokens need {n} positions, got an array of {at.shape}.")
+    n_held = max(1, round(cfg.heldout * n))
+    if n - n_held < 2:
+        raise FitError(f"{n} tokens are too few to fit on and to hold some out.")
+    structure = cfg.structure
+    if structure == "auto":
+        matched = common_heads(source_geometry, target_geometry) is not None
+        structure = "heads" if cfg.plan == "local" and matched else "full"
+    parts = [
+        Moments(source_geometry, target_geometry, structure=structure, dtype=dtype)
+        for dtype in ("float64", "float32")
+    ]
+    for part, (begin, end) in zip(parts, ((0, n - n_held), (n - n_held, n)), strict=True):
+        for start in range(begin, end, part.chunk_rows):
+            stop = min(end, start + part.chunk_rows)
+            features = []
+            for side, geometry, who in zip(
+                rows, (source_geometry, target_geometry), ("source", "target"), strict=True
+            ):
+                strip = Stripper(geometry, at[start:stop], who, content_space=cfg.content_space)
+                features.append(
+                    strip(
+                        CachedRows(
+                            [x[:, start:stop] for x in side.keys],
+                            [x[:, start:stop] for x in side.values],
+                        )
+                    )
+                )
+            part.add(features[0], features[1])
+    return solve_mapper(parts[0], parts[1], cfg, progress=progress)
+
+
+def _as_rows(kv: ArraysOf, geometry: ModelGeometry, who: str) -> CachedRows:
+    n_layers = len(geometry.layers)
+    if isinstance(kv, Mapping):
+        missing = [i for i in range(n_layers) if i not in kv]
+        if missing or len(kv) != n_layers:
+            raise GeometryError(f"The {who} has {n_layers} layers; missing are {missing}.")
+        pairs = [kv[i] for i in range(n_layers)]
+    else:
+        pairs = list(kv)
+        if len(pairs) != n_layers:
+            raise GeometryError(f"The {who} has {n_layers} layers, got {len(pairs)}.")
+    for i, ((keys, values), layer) in enumerate(zip(pairs, geometry.layers, strict=True)):
+        want = (layer.n_kv_heads, layer.key_dim), (layer.n_kv_heads, layer.value_dim)
+        got = tuple((x.shape[0], x.shape[-1]) if x.ndim == 3 else x.shape for x in (keys, values))
+        if got != want:
+            raise GeometryError(
+                f"The {who}'s layer {i} must be keys [{want[0][0]}, N, {want[0][1]}] and values "
+                f"[{want[1][0]}, N, {want[1][1]}]; got {tuple(keys.shape)} and "
+                f"{tuple(values.shape)}."
+            )
+    return CachedRows([k for k, _ in pairs], [v for _, v in pairs])
+
+
+def _quiet(line: str) -> None:
+    """Show nothing."""

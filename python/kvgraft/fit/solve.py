@@ -1,0 +1,312 @@
+"""From moments to a mapper: head plans, one system per set of features, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from kvgraft.errors import FitError
+from kvgraft.fit.config import FitConfig
+from kvgraft.fit.moments import Moments, MomentSet
+from kvgraft.fit.ridge import penalty, r_squared_by_head, residuals, solve_ridge
+from kvgraft.fit.select import LayerScores, choose_layers, score_layers
+from kvgraft.geometry import ModelGeometry
+from kvgraft.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.weights import Weight, dequantize, quantize
+
+__all__ = ["as_set", "even_groups", "head_plan", "solve_layer", "solve_mapper"]
+
+Float64 = NDArray[np.float64]
+Plan = tuple[tuple[int, ...], ...]
+Progress = Callable[[int, int], None]
+
+_FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+def even_groups(n_source: int, n_target: int) -> Plan:
+    """Source heads split over the target heads, in order and evenly.
+
+    Every target head gets as many as every other, which a map needs. Where the
+    counts do not divide, neighbouring groups share heads.
+    """
+    size = -(-n_source // n_target)
+    starts = [min(h * n_source // n_target, n_source - size) for h in range(n_target)]
+    return tuple(tuple(range(s, s + size)) for s in starts)
+
+
+def head_plan(
+    source: ModelGeometry,
+    target: ModelGeometry,
+    target_layer: int,
+    sources: Sequence[int],
+    plan: str,
+    groups: Plan | None = None,
+) -> Plan | None:
+    """Source heads per target head of one layer; ``None`` for the ``full`` plan.
+
+    Raises:
+        FitError: If the plan does not fit the head counts.
+    """
+    if plan == "full":
+        return None
+    n_target = target.layers[target_layer].n_kv_heads
+    counts = {source.layers[s].n_kv_heads for s in sources}
+    if plan == "local":
+        if counts != {n_target}:
+            raise FitError(
+                f"The plan 'local' needs equal KV head counts; target layer {target_layer} has "
+                f"{n_target}, its source layers have {sorted(counts)}. Use 'grouped' or 'full'."
+            )
+        return tuple((h,) for h in range(n_target))
+    if groups is None:
+        if len(counts) != 1:
+            raise FitError(
+                f"The source layers of target layer {target_layer} have {sorted(counts)} KV "
+                "heads; state the groups, or use the plan 'full'."
+            )
+        return even_groups(next(iter(counts)), n_target)
+    if len(groups) != n_target or any(not 0 <= g < min(counts) for one in groups for g in one):
+        raise FitError(
+            f"The groups {[list(g) for g in groups]} do not fit target layer {target_layer}: it "
+            f"has {n_target} KV heads, its source layers have {sorted(counts)}."
+        )
+    return groups
+
+
+def as_set(moments: Moments | Sequence[Moments] | MomentSet) -> MomentSet:
+    """Moments from one pass or several, for reading."""
+    return moments if isinstance(moments, MomentSet) else MomentSet(moments)
+
+
+def solve_mapper(
+    moments: Moments | Sequence[Moments] | MomentSet,
+    heldout: Moments | Sequence[Moments] | MomentSet | None,
+    config: FitConfig,
+    *,
+    scores: LayerScores | None = None,
+    targets: Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> Mapper:
+    """Solve all maps of a pair. The models are not needed any more.
+
+    One set of moments serves any number of configurations.
+
+    Args:
+        moments: Moments of the text that is fitted on.
+        heldout: Moments of held-out text, for selection and scores; without
+            them the scores ``r2_keys`` and ``r2_values`` are absent.
+        config: What to solve; its settings about text are not used.
+        scores: Single-source scores of an earlier call with the same moments
+            and selection rule, to save their computation.
+        targets: Target layers to solve; all if absent.
+        progress: Called with (layers done, layers in all).
+
+    Returns:
+        The mapper, without model identities.
+
+    Raises:
+        FitError: If the plan does not fit the pair, moments are missing, or a
+            layer cannot be fitted.
+    """
+    fit = as_set(moments)
+    test = None if heldout is None else as_set(heldout)
+    chosen = list(range(len(fit.target.layers)) if targets is None else targets)
+    if not fit.count("keys") > 1:
+        raise FitError("The moments hold no rows to fit on.")
+    if scores is None:
+        ridge = penalty(config.ridge_lambda, config.lambda_convention, fit.count("keys"))
+        scores = score_layers(fit, test, rule=config.selection, ridge=ridge, targets=chosen)
+    layers = []
+    for n, t in enumerate(chosen):
+        sources = _choose(scores, config, t)
+        layers.append(solve_layer(fit, test, config, t, *sources))
+        if progress is not None:
+            progress(n + 1, len(chosen))
+    return Mapper(
+        fit.source,
+        fit.target,
+        layers,
+        content_space=config.content_space,
+        fit=_describe(fit, test, config, scores, layers),
+    )
+
+
+def _choose(
+    scores: LayerScores, config: FitConfig, target_layer: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Source layers of the keys and of the values."""
+    kinds = ("shared", "shared") if config.layers == "shared" else ("keys", "values")
+    first, second = (
+        choose_layers(scores.of(kind), target_layer, k)
+        for kind, k in zip(kinds, (config.k, config.k_of_values), strict=True)
+    )
+    return first, second
+
+
+def solve_layer(
+    fit: MomentSet,
+    heldout: MomentSet | None,
+    config: FitConfig,
+    target_layer: int,
+    key_sources: Sequence[int],
+    value_sources: Sequence[int],
+) -> LayerMap:
+    """Solve the keys and values of one target layer.
+
+    The scores of the result: ``r2_keys`` and ``r2_values`` on held-out text,
+    with the weights as they are stored, averaged over heads; the same per head
+    (``r2_keys.0``, …); ``r2_keys_fit`` and ``r2_values_fit`` in-sample; and the
+    condition numbers ``condition_keys`` and ``condition_values``.
+    """
+    scores: dict[str, float] = {}
+    maps = {}
+    for kind, sources in (("keys", key_sources), ("values", value_sources)):
+        solved = _solve_kind(fit, heldout, config, kind, target_layer, tuple(sources))
+        maps[kind] = solved.map
+        scores[f"r2_{kind}_fit"] = float(solved.r2_fit.mean())
+        scores[f"condition_{kind}"] = solved.condition
+        if solved.method != "cholesky":
+            scores[f"unstable_{kind}"] = 1.0
+        if solved.r2 is not None:
+            scores[f"r2_{kind}"] = float(solved.r2.mean())
+            for head, r2 in enumerate(solved.r2):
+                scores[f"r2_{kind}.{head}"] = float(r2)
+    return LayerMap(target_layer, maps["keys"], maps["values"], scores)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    map: LinearMap
+    r2: Float64 | None
+    r2_fit: Float64
+    condition: float
+    method: str
+
+
+def _solve_kind(
+    fit: MomentSet,
+    heldout: MomentSet | None,
+    config: FitConfig,
+    kind: str,
+    target_layer: int,
+    sources: tuple[int, ...],
+) -> _Solved:
+    plan = head_plan(fit.source, fit.target, target_layer, sources, config.plan, config.groups)
+    n_heads = fit.target.layers[target_layer].n_kv_heads
+    ridge = penalty(config.ridge_lambda, config.lambda_convention, fit.count(kind))
+    # Target heads that see the same features share a factor.
+    systems: dict[tuple[int, ...] | None, list[int]] = {}
+    for head in range(n_heads):
+        systems.setdefault(None if plan is None else plan[head], []).append(head)
+
+    weights: list[Float64 | None] = [None] * n_heads
+    r2_fit = np.zeros(n_heads)
+    condition, method = 0.0, "cholesky"
+    for group, heads in systems.items():
+        which = None if plan is None else heads
+        xy = fit.xy(kind, sources, group, target_layer, which)
+        solved, report = solve_ridge(fit.xx(kind, sources, group), xy, ridge)
+        if not np.isfinite(solved).all():
+            raise FitError(
+                f"Target layer {target_layer}, {kind}: the solution is not finite (condition "
+                f"{report.condition:.1e}). Raise λ, or give more calibration text."
+            )
+        condition = max(condition, report.condition)
+        method = report.method if report.method != "cholesky" else method
+        # With (X'X + λI) W = X'Y the squared error needs no product with X'X.
+        total = fit.yy(kind, group, target_layer, which)
+        error = total - np.einsum("ij,ij->j", solved, xy) - ridge * (solved**2).sum(axis=0)
+        r2_fit[heads] = r_squared_by_head(np.maximum(error, 0.0), total, len(heads))
+        for head, w in zip(heads, np.split(solved, len(heads), axis=1), strict=True):
+            weights[head] = w
+
+    dense = np.stack([w for w in weights if w is not None])
+    stored = _store(dense, config, f"Target layer {target_layer}, {kind}")
+    # From here on with the weights as they are stored. The intercept makes up
+    # for what their rounding does to the mean, and the scores include the rest.
+    used = np.array(dequantize(stored).astype(mx.float32)).astype(np.float64)
+    bias = np.zeros((n_heads, used.shape[2]))
+    r2 = None if heldout is None else np.zeros(n_heads)
+    for group, heads in systems.items():
+        which = None if plan is None else heads
+        w = np.concatenate([used[head] for head in heads], axis=1)
+        x_mean, y_mean = fit.means(kind, sources, group, target_layer, which)
+        bias[heads] = (y_mean - x_mean @ w).reshape(len(heads), -1)
+        if heldout is not None and r2 is not None:
+            error, total = residuals(fit, heldout, kind, sources, group, target_layer, which, w)
+            r2[heads] = r_squared_by_head(error, total, len(heads))
+    linear = LinearMap.of(sources, stored, mx.array(bias.astype(np.float32)), plan)
+    mx.eval(_leaves(stored), linear.bias)
+    return _Solved(linear, r2, r2_fit, condition, method)
+
+
+def _store(dense: Float64, config: FitConfig, where: str) -> Weight:
+    """``[n_heads, in_dim, out_dim]`` float64 weights in the form that is kept."""
+    weight = mx.array(dense.astype(np.float32))
+    if config.weights in ("8bit", "4bit"):
+        _check_range(dense, mx.float16, where)
+        if dense.shape[1] % config.group_size:
+            raise FitError(
+                f"{where}: {dense.shape[1]} inputs don't divide into groups of "
+                f"{config.group_size}. Use a group size of 32, 64 or 128 that does, or float16."
+            )
+        return quantize(
+            weight.astype(mx.float16), bits=int(config.weights[0]), group_size=config.group_size
+        )
+    dtype = _FLOATS[config.weights]
+    _check_range(dense, dtype, where)
+    return weight.astype(dtype)
+
+
+def _leaves(weight: Weight) -> list[mx.array]:
+    if isinstance(weight, mx.array):
+        return [weight]
+    return [weight.packed, weight.scales, weight.biases]
+
+
+def _check_range(dense: Float64, dtype: mx.Dtype, where: str) -> None:
+    largest = float(np.abs(dense).max(initial=0.0))
+    limit = float(mx.finfo(dtype).max)
+    if largest > limit:
+        raise FitError(
+            f"{where}: a weight of {largest:.3g} is beyond the range of {dtype} ({limit:.3g}). "
+            "Store the weights as bfloat16 or float32, or raise λ."
+        )
+
+
+def _describe(
+    fit: MomentSet,
+    heldout: MomentSet | None,
+    config: FitConfig,
+    scores: LayerScores,
+    layers: Sequence[LayerMap],
+) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "method": "ridge",
+        "lambda": config.ridge_lambda,
+        "lambda_convention": config.lambda_convention,
+        "plan": config.plan,
+        "k": config.k,
+        "k_values": config.k_of_values,
+        "layers": config.layers,
+        "selection": scores.rule,
+        "selection_by": "same head" if scores.head_matched else "all heads of a layer",
+        "rows": round(fit.count("keys")),
+        "heldout_rows": 0 if heldout is None else round(heldout.count("keys")),
+        "weights": config.weights,
+        "content_space": config.content_space,
+    }
+    if config.groups is not None:
+        out["groups"] = [list(g) for g in config.groups]
+    for kind in ("keys", "values"):
+        for suffix in ("", "_fit"):
+            name = f"r2_{kind}{suffix}"
+            found = [m.scores[name] for m in layers if name in m.scores]
+            if found:
+                out[f"mean_{name}"] = float(np.mean(found))
+    return out

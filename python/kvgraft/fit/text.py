@@ -1,0 +1,340 @@
+"""Calibration text: files in, equal-length token sequences out.
+
+The paper fits on 500 sequences of 1,024 tokens (Heo et al., arXiv:2608.03893,
+section 3.1). Domain is the one thing its authors found to cost quality, so a
+mix of files, each with a weight, is worth more than one large file.
+
+Some sequences are held out: nothing is fitted on them, and every score that
+chooses anything is measured on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvgraft.errors import FitError
+
+__all__ = ["CalibrationText", "TextSource", "parse_source", "read_text"]
+
+_PIECE = 1 << 18
+"""Characters of a plain-text file that are tokenised at a time."""
+
+_JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Where text comes from.
+
+    Attributes:
+        path: A plain-text file, or JSONL (by its ending: ``.jsonl``,
+            ``.ndjson``): one document per line, as a string, or an object with
+            the text under ``field`` or a chat under ``messages``. ``None``
+            when ``documents`` are given.
+        weight: Share of the sequences, relative to the other sources.
+        field: Name of the text in JSONL objects.
+        documents: Texts in memory.
+    """
+
+    path: Path | None
+    weight: float = 1.0
+    field: str = "text"
+    documents: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0:
+            raise FitError(f"The weight of {self.name} must be positive, got {self.weight}.")
+
+    @property
+    def name(self) -> str:
+        """The file's name, for messages and the artifact."""
+        return "texts in memory" if self.path is None else self.path.name
+
+
+def parse_source(argument: str) -> TextSource:
+    """Read ``FILE`` or ``FILE=WEIGHT``, as the command line gives it."""
+    head, separator, tail = argument.rpartition("=")
+    if separator and not Path(argument).exists():
+        try:
+            return TextSource(Path(head).expanduser(), float(tail))
+        except ValueError:
+            pass
+    return TextSource(Path(argument).expanduser())
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Token sequences of one length, some of them held out.
+
+    Attributes:
+        tokens: ``[n, seq_len]`` int32.
+        heldout: ``[n]`` bool: sequences that must not be fitted on.
+        sources: What was read: name, SHA-256 and number of tokens and sequences
+            of each source.
+        notes: What a user should be told, such as less text than asked for.
+    """
+
+    tokens: NDArray[np.int32]
+    heldout: NDArray[np.bool_]
+    sources: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 2 or self.heldout.shape != (len(self.tokens),):
+            raise FitError("CalibrationText: tokens must be [n, seq_len], heldout [n].")
+        if self.heldout.all() or not self.heldout.any():
+            raise FitError(
+                "CalibrationText needs at least one sequence to fit on and one held out; got "
+                f"{len(self.tokens)} of which {int(self.heldout.sum())} are held out."
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per sequence."""
+        return int(self.tokens.shape[1])
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the token ids, their layout, and what is held out."""
+        h = hashlib.sha256(repr(self.tokens.shape).encode())
+        h.update(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes())
+        h.update(np.packbits(self.heldout).tobytes())
+        return h.hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """What goes into the artifact, JSON-ready."""
+        n_heldout = int(self.heldout.sum())
+        return {
+            "sha256": self.digest,
+            "seq_len": self.seq_len,
+            "sequences": len(self) - n_heldout,
+            "heldout_sequences": n_heldout,
+            "tokens": (len(self) - n_heldout) * self.seq_len,
+            "heldout_tokens": n_heldout * self.seq_len,
+            "sources": [dict(s) for s in self.sources],
+        }
+
+
+TextLike = str | os.PathLike[str] | TextSource
+
+
+def read_text(
+    sources: TextLike | Sequence[TextLike],
+    tokenizer: Any,
+    *,
+    sequences: int = 500,
+    seq_len: int = 1024,
+    heldout: float = 0.1,
+    chat: bool = False,
+) -> CalibrationText:
+    """Tokenise text into equal-length sequences and set some apart.
+
+    Documents are laid end to end, two newlines between them, and cut; each
+    sequence begins with the special tokens that the tokenizer itself puts
+    before a text (BOS, for the models that have one), because a prompt in use
+    begins with them too. Only as much is read as is needed. A sequence that
+    occurred before is dropped, so that none is both fitted and held out.
+
+    Args:
+        sources: Files or :class:`TextSource`, one or several.
+        tokenizer: mlx-lm's tokenizer wrapper or a transformers tokenizer.
+        sequences: How many sequences to take.
+        seq_len: Tokens per sequence.
+        heldout: Share of the sequences that is held out, from the end of each
+            source; at least one.
+        chat: Render JSONL objects that have ``messages`` with the tokenizer's
+            chat template. Otherwise the contents are joined by blank lines.
+
+    Raises:
+        FitError: If a file cannot be read, or there is not enough text for two
+            sequences. Text for fewer than ``sequences`` is used, with a note.
+    """
+    if sequences < 2:
+        raise FitError(f"A fit needs at least 2 sequences (one is held out), got {sequences}.")
+    if not 0 < heldout < 1:
+        raise FitError(f"The held-out share must lie between 0 and 1, got {heldout}.")
+    prefix = _prefix(tokenizer)
+    if seq_len < len(prefix) + 2:
+        raise FitError(f"seq_len {seq_len} is too short to hold any text.")
+    given = [sources] if isinstance(sources, str | os.PathLike | TextSource) else list(sources)
+    if not given:
+        raise FitError("No calibration text given.")
+    readers = [_Reader(_as_source(s), tokenizer, prefix, seq_len, chat) for s in given]
+
+    rows: list[NDArray[np.int32]] = []
+    origin: list[int] = []
+    seen: set[bytes] = set()
+    repeated = 0
+    open_readers = list(range(len(readers)))
+    while open_readers and len(rows) < sequences:
+        # The source that is furthest behind its share comes next.
+        i = min(open_readers, key=lambda j: ((readers[j].taken + 1) / readers[j].source.weight, j))
+        row = readers[i].next_sequence()
+        if row is None:
+            open_readers.remove(i)
+            continue
+        key = hashlib.sha256(row.tobytes()).digest()
+        if key in seen:
+            repeated += 1
+            continue
+        seen.add(key)
+        readers[i].taken += 1
+        rows.append(row)
+        origin.append(i)
+
+    if len(rows) < 2:
+        n_tokens = sum(r.read for r in readers)
+        raise FitError(
+            f"The calibration text has {n_tokens:,} tokens, less than the two sequences of "
+            f"{seq_len:,} that a fit needs at the very least (one is held out)."
+            f"{' Repeated text was dropped.' if repeated else ''} Give more text, or shorter "
+            "sequences (seq_len)."
+        )
+    notes = []
+    if len(rows) < sequences:
+        notes.append(
+            f"The text is enough for {len(rows)} sequences of {seq_len} tokens, not the "
+            f"{sequences} asked for; all of it is used."
+        )
+    if repeated:
+        notes.append(f"{repeated} repeated sequences were dropped.")
+    held = np.zeros(len(rows), dtype=np.bool_)
+    for i in range(len(readers)):
+        mine = [r for r, o in enumerate(origin) if o == i]
+        n_held = round(heldout * len(mine))
+        if n_held:
+            held[mine[-n_held:]] = True
+    if not held.any():
+        held[-1] = True
+    if held.all():
+        held[0] = False
+    return CalibrationText(np.stack(rows), held, tuple(r.describe() for r in readers), tuple(notes))
+
+
+def _as_source(text: TextLike) -> TextSource:
+    return text if isinstance(text, TextSource) else TextSource(Path(text))
+
+
+def _prefix(tokenizer: Any) -> list[int]:
+    """Ids that the tokenizer puts before every text."""
+    full, bare = list(tokenizer.encode("a")), list(tokenizer.encode("a", add_special_tokens=False))
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start]
+    return []
+
+
+class _Reader:
+    """Turns one source into sequences, reading no further than it has to."""
+
+    def __init__(
+        self, source: TextSource, tokenizer: Any, prefix: list[int], seq_len: int, chat: bool
+    ) -> None:
+        self.source = source
+        self.taken = 0
+        self.read = 0
+        self._hash = hashlib.sha256()
+        self._tokenizer = tokenizer
+        self._prefix = prefix
+        self._body = seq_len - len(prefix)
+        self._pieces = self._documents(chat)
+        self._ids: list[int] = []
+
+    def next_sequence(self) -> NDArray[np.int32] | None:
+        """The next sequence, or ``None`` at the end."""
+        while len(self._ids) < self._body:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return None
+            self._hash.update(piece.encode("utf-8", "surrogatepass"))
+            ids = [int(i) for i in self._tokenizer.encode(piece, add_special_tokens=False)]
+            self.read += len(ids)
+            self._ids += ids
+        row = [*self._prefix, *self._ids[: self._body]]
+        del self._ids[: self._body]
+        return np.array(row, dtype=np.int32)
+
+    def describe(self) -> dict[str, Any]:
+        """Identity of what was read; the digest is of the text that was used."""
+        return {
+            "name": self.source.name,
+            "sha256": self._hash.hexdigest(),
+            "tokens_read": self.read,
+            "sequences": self.taken,
+            "weight": self.source.weight,
+        }
+
+    def _documents(self, chat: bool) -> Iterator[str]:
+        path = self.source.path
+        if path is None:
+            yield from _separated(self.source.documents)
+            return
+        try:
+            with path.open(encoding="utf-8") as lines:
+                if path.suffix.lower() in _JSON_SUFFIXES:
+                    yield from _separated(self._json_lines(lines, path, chat))
+                else:
+                    yield from _pieces(lines)
+        except UnicodeDecodeError as error:
+            raise FitError(f"{path} is not UTF-8 text: {error}. Convert it first.") from error
+        except OSError as error:
+            raise FitError(f"Cannot read the calibration text {path}: {error.strerror}.") from error
+
+    def _json_lines(self, lines: Iterable[str], path: Path, chat: bool) -> Iterator[str]:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                item = json.loads(line)
+            except ValueError as error:
+                raise FitError(f"{where} is not JSON ({error}); give one object a line.") from error
+            yield self._text_of(item, where, chat)
+
+    def _text_of(self, item: Any, where: str, chat: bool) -> str:
+        if isinstance(item, str):
+            return item
+        if isinstance(item, dict):
+            text = item.get(self.source.field)
+            if isinstance(text, str):
+                return text
+            messages = item.get("messages")
+            if isinstance(messages, list):
+                if chat:
+                    return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+                return "\n\n".join(str(m.get("content", "")) for m in messages)
+        raise FitError(
+            f"{where} has no text under {self.source.field!r} and no 'messages'. Name the field."
+        )
+
+
+def _separated(documents: Iterable[str]) -> Iterator[str]:
+    for document in documents:
+        if document:
+            yield document + "\n\n"
+
+
+def _pieces(lines: Iterable[str]) -> Iterator[str]:
+    """Whole lines, joined to pieces that a tokenizer takes in one go."""
+    held: list[str] = []
+    size = 0
+    for line in lines:
+        held.append(line)
+        size += len(line)
+        if size >= _PIECE:
+            yield "".join(held)
+            held, size = [], 0
+    if held:
+        yield "".join(held)

@@ -1,0 +1,484 @@
+"""The whole fit on tiny models: what it finds, what it refuses, what it survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from fit_problems import direct, geometry, noise, prose, save_model, side_by_side, tokenizer
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvgraft.errors import FitError, GeometryError, TokenizerMismatchError, UnsupportedModelError
+from kvgraft.fit import (
+    FitConfig,
+    GatheredMoments,
+    fit,
+    fit_arrays,
+    fit_mapper,
+    gather,
+    plan_fit,
+    read_text,
+)
+from kvgraft.fit import pipeline as pipeline_module
+from kvgraft.geometry import LayerGeometry, ModelGeometry
+from kvgraft.handoff import graft_cache
+from kvgraft.mapper import Mapper
+from kvgraft.models import load_model
+from kvgraft.probe import read_geometry
+from kvgraft.rope import RopeSpec
+
+CONFIG = FitConfig(sequences=10, seq_len=48, stride=1, k=2, weights="float32", ridge_lambda=1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("models")
+    save_model(base / "source", num_hidden_layers=3)
+    save_model(base / "target", seed=1, rope_theta=5e5, head_dim=24)
+    (base / "text.txt").write_text(prose(400))
+    return base
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    return load_model(folder / "source"), load_model(folder / "target")
+
+
+def same_maps(a: Mapper, b: Mapper, tolerance: float = 0.0) -> None:
+    for x, y in zip(a.layers, b.layers, strict=True):
+        for p, q in ((x.keys, y.keys), (x.values, y.values)):
+            assert p.sources == q.sources and p.heads == q.heads
+            for u, v in ((p.weight, q.weight), (p.bias, q.bias)):
+                size = float(mx.abs(v).max())
+                assert float(mx.abs(u - v).max()) <= tolerance * size
+
+
+def cached(model, tokens) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    cache = make_prompt_cache(model)
+    model(mx.array(tokens)[None], cache=cache)
+    n = len(tokens)
+    return (
+        [oracle.to_numpy(c.keys[0, :, :n]) for c in cache],
+        [oracle.to_numpy(c.values[0, :, :n]) for c in cache],
+    )
+
+
+# ---------------------------------------------------------------- what it finds
+
+
+@pytest.mark.parametrize("stride, skip", [(1, 0), (3, 2)])
+def test_equals_a_fit_by_hand(folder, pair, stride, skip):
+    source, target = pair
+    config = replace(CONFIG, stride=stride, skip=skip)
+    mapper = fit_mapper(source, target, folder / "text.txt", config)
+    text = read_text(folder / "text.txt", source.tokenizer, sequences=10, seq_len=48)
+    rows: dict[str, list[list[np.ndarray]]] = {"x": [], "v": [], "y": []}
+    at = np.arange(skip, 48, stride)
+    specs = [read_geometry(m.model).layers for m in pair]
+    for tokens in text.tokens[~text.heldout]:
+        keys, values = cached(source.model, tokens)
+        target_keys, _ = cached(target.model, tokens)
+        stripped = [
+            oracle.strip(k, np.arange(48), layer.rope)[:, at] for k, layer in zip(keys, specs[0])
+        ]
+        wanted = [
+            oracle.strip(k, np.arange(48), layer.rope)[:, at]
+            for k, layer in zip(target_keys, specs[1])
+        ]
+        rows["x"].append(stripped)
+        rows["y"].append(wanted)
+        rows["v"].append([v[:, at] for v in values])
+    m = mapper.layers[1]
+    x = np.concatenate([side_by_side([one[s] for s in m.keys.sources]) for one in rows["x"]])
+    y = np.concatenate([one[1][0] for one in rows["y"]])
+    w, b = direct(x, y, 1.0)
+    size = x.std(axis=0)[:, None]
+    got = np.array(m.keys.weight[0])
+    # The two differ by the float32 rounding of the rotations, which the fit magnifies.
+    assert np.abs((got - w) * size).max() < 1e-3 * np.abs(w * size).max()
+    assert mapper.fit["rows"] == len(x) == 9 * len(at)
+    assert mapper.source.layers == specs[0] and mapper.target.layers == specs[1]
+
+
+def test_a_model_onto_itself_is_the_identity(folder):
+    source = load_model(folder / "source")
+    config = replace(CONFIG, k=1, ridge_lambda=1e-6)
+    mapper = fit_mapper(source, source, folder / "text.txt", config)
+    for m in mapper.layers:
+        assert m.keys.sources == m.values.sources == (m.target_layer,)
+        assert min(m.r2_k, m.r2_v) > 0.99999
+    tokens = source.tokenizer.encode(prose(40, 77))[:100]
+    cache = make_prompt_cache(source.model)
+    source.model(mx.array(tokens[:60])[None], cache=cache)
+    grafted = graft_cache(cache, mapper, source.model)
+    native = source.model(mx.array(tokens[60:])[None], cache=cache)
+    mapped = source.model(mx.array(tokens[60:])[None], cache=grafted)
+
+    def nll(logits: mx.array) -> float:
+        logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        wanted = mx.array(tokens[61:])[None, :, None]
+        return -float(mx.take_along_axis(logp[:, :-1], wanted, axis=-1).mean())
+
+    assert abs(nll(native) - nll(mapped)) < 1e-3
+
+
+@pytest.mark.parametrize("plan", ["local", "grouped"])
+def test_plans_reach_the_mapper(folder, pair, plan):
+    mapper = fit_mapper(*pair, folder / "text.txt", replace(CONFIG, plan=plan))
+    mapper.check()
+    assert mapper.layers[0].keys.heads == ((0,), (1,))
+    assert mapper.layers[0].keys.shape == (2, 32, 24)
+
+
+def test_sliding_window_models_keep_every_position(tmp_path, folder):
+    from zoo import WINDOW
+
+    save_model(
+        tmp_path / "sliding",
+        model_type="llama",
+        num_hidden_layers=2,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=WINDOW,
+    )
+    sliding = load_model(tmp_path / "sliding")
+    mapper = fit_mapper(sliding, load_model(folder / "target"), folder / "text.txt", CONFIG)
+    assert mapper.fit["rows"] == 9 * 48 > 9 * WINDOW
+    assert all(m.keys.sources == (0,) for m in mapper.layers)  # the layer that keeps the text
+
+
+def test_what_the_mapper_says_about_itself(folder, tmp_path):
+    notes, steps = [], []
+    mapper = fit(
+        folder / "source",
+        folder / "target",
+        folder / "text.txt",
+        tmp_path / "out",
+        CONFIG,
+        progress=lambda done, total: steps.append((done, total)),
+        notify=notes.append,
+    )
+    assert steps == [(i, 12) for i in range(13)]  # 10 sequences, 2 layers
+    back = Mapper.load(tmp_path / "out")
+    assert back.source_model == load_model(folder / "source").identity()
+    assert back.fit["text"]["sequences"] == 9 and back.fit["lambda_convention"] == "gram"
+    assert back.fit == json.loads(json.dumps(mapper.fit))
+    for m in back.layers:
+        assert m.scores["r2_keys"] == mapper.layer(m.target_layer).scores["r2_keys"]
+    assert notes == []
+
+
+def test_few_rows_are_pointed_out(folder, pair):
+    notes = []
+    fit_mapper(*pair, folder / "text.txt", replace(CONFIG, sequences=4), notify=notes.append)
+    assert any("144 rows are few for 64 features" in note for note in notes)
+
+
+def test_one_stream_many_maps(folder, pair, tmp_path):
+    moments = gather(*pair, folder / "text.txt", CONFIG, work=tmp_path / "work")
+    assert isinstance(moments, GatheredMoments)
+    for changes in ({"k": 1}, {"plan": "local"}, {"k": "all", "lambda_convention": "covariance"}):
+        config = replace(CONFIG, **changes)
+        again = fit_mapper(*pair, folder / "text.txt", config)
+        same_maps(moments.solve(config), again, 1e-4)
+    # And once more from the files alone.
+    reread = gather(*pair, folder / "text.txt", CONFIG, work=tmp_path / "work")
+    same_maps(reread.solve(), moments.solve())
+
+
+# --------------------------------------------------------- memory, passes, files
+
+
+def test_sequential_models_give_the_same_map(folder, pair, tmp_path):
+    want = fit_mapper(*pair, folder / "text.txt", CONFIG)
+    got = fit_mapper(
+        folder / "source",
+        folder / "target",
+        folder / "text.txt",
+        replace(CONFIG, sequential=True),
+        work=tmp_path / "work",
+    )
+    same_maps(got, want)
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("plan", ["full", "local"])
+def test_passes_give_the_same_map(folder, pair, plan):
+    config = replace(CONFIG, plan=plan)
+    want = fit_mapper(*pair, folder / "text.txt", config)
+    geos = [read_geometry(m.model) for m in pair]
+    free = plan_fit(*geos, config)
+    # Room for less than half of the moments, beside what is needed anyway.
+    size = sum(p.nbytes for _, p in _leaves(pair))
+    rest = free.peak_bytes + size - free.moment_bytes
+    limited = replace(config, memory_limit=rest + int(0.4 * free.moment_bytes))
+    plan_made = plan_fit(*geos, limited, model_bytes=(size, 0))
+    assert len(plan_made.passes) > 1 and plan_made.spill
+    assert plan_made.peak_bytes <= limited.memory_limit
+    steps = []
+    got = fit_mapper(
+        *pair, folder / "text.txt", limited, progress=lambda d, t: steps.append((d, t))
+    )
+    same_maps(got, want, 1e-3)
+    assert steps[-1] == (10 * len(plan_made.passes) + 2, 10 * len(plan_made.passes) + 2)
+
+
+def _leaves(pair):
+    from mlx.utils import tree_flatten
+
+    return [leaf for m in pair for leaf in tree_flatten(m.model.parameters())]
+
+
+def test_hopeless_limits_are_refused_before_work(folder, pair, monkeypatch):
+    monkeypatch.setattr(pipeline_module, "capture", None)  # would raise a TypeError
+    with pytest.raises(FitError, match="memory limit of .* is not enough.*plan 'local'"):
+        fit_mapper(*pair, folder / "text.txt", replace(CONFIG, memory_limit=10_000_000))
+
+
+def test_plan_of_a_real_pair():
+    def model(layers, heads, dim):
+        layer = LayerGeometry(heads, dim, dim, RopeSpec(dim, base=1e6))
+        return ModelGeometry((layer,) * layers, "bfloat16")
+
+    source, target = model(28, 8, 128), model(28, 8, 128)  # Qwen3 0.6B -> 1.7B
+    full = plan_fit(source, target, FitConfig())
+    local = plan_fit(source, target, FitConfig(plan="local"))
+    pairs = 28672 * (28672 + 1024) // 2 + 28672 * 28672  # upper blocks, and with the target
+    assert full.moment_bytes == pytest.approx(2 * pairs * 12, rel=1e-3)
+    assert local.structure == "heads"
+    assert local.moment_bytes == pytest.approx(full.moment_bytes / 8, rel=0.05)
+    assert full.rows == 450 * 256 and full.in_dim == 8192 and local.in_dim == 1024
+    limit = 12 * 10**9
+    tight = plan_fit(source, target, FitConfig(memory_limit=limit), model_bytes=(10**9, 3 * 10**9))
+    assert tight.peak_bytes <= limit and len(tight.passes) >= 6
+    covered = sorted((p.kind, t) for one in tight.passes for p in one for t in p.targets)
+    assert covered == [(kind, t) for kind in ("keys", "values") for t in range(28)]
+    assert any("passes" in line for line in tight.describe())
+
+
+# ------------------------------------------------------------------------ resuming
+
+
+def interrupt_after(monkeypatch, n: int, error: BaseException):
+    """Let ``n`` model runs happen, then fail."""
+    real, calls = pipeline_module.capture, []
+
+    def counting(*args):
+        if len(calls) == n:
+            raise error
+        calls.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(pipeline_module, "capture", counting)
+    return calls
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_resume_runs_only_what_is_missing(folder, pair, tmp_path, monkeypatch, sequential):
+    monkeypatch.setattr(pipeline_module, "CHECKPOINT_EVERY", 3)
+    want = fit_mapper(*pair, folder / "text.txt", CONFIG)
+    config = replace(CONFIG, sequential=sequential)
+    models = [folder / "source", folder / "target"] if sequential else pair
+    n_done = 15 if sequential else 17  # of 20 model runs
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, n_done, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            fit_mapper(*models, folder / "text.txt", config, work=tmp_path / "work")
+    left = sorted(os.listdir(tmp_path / "work"))
+    assert "state.json" in left and any(name.startswith("moments-0-") for name in left)
+    with monkeypatch.context() as patch:
+        calls = interrupt_after(patch, 99, AssertionError())
+        got = fit_mapper(*models, folder / "text.txt", config, work=tmp_path / "work")
+    # A sequence is kept once both models have read it; of the 17 runs that is 16.
+    assert len(calls) == 20 - (15 if sequential else 16)
+    same_maps(got, want, 1e-3)
+    assert not (tmp_path / "work").exists()
+
+
+def test_kill_and_resume(folder, tmp_path):
+    """A process that is killed outright, at some point in the middle."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, time\n"
+        "from kvgraft.fit import FitConfig, fit_mapper\n"
+        "from kvgraft.fit import pipeline\n"
+        "pipeline.CHECKPOINT_EVERY = 2\n"
+        "config = FitConfig(sequences=10, seq_len=48, stride=1, k=2, weights='float32',\n"
+        "                   ridge_lambda=1.0)\n"
+        "def slow(done, total):\n"
+        "    print(done, flush=True)\n"
+        "    time.sleep(0.3)\n"
+        "fit_mapper(sys.argv[1], sys.argv[2], sys.argv[3], config, work=sys.argv[4],\n"
+        "           progress=slow)\n"
+    )
+    work = tmp_path / "work"
+    arguments = [folder / "source", folder / "target", folder / "text.txt", work]
+    process = subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if int(line) >= 5:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    state = json.loads((work / "state.json").read_text())
+    assert 0 < state["done"] < 10
+    pair = load_model(folder / "source"), load_model(folder / "target")
+    got = fit_mapper(*pair, folder / "text.txt", CONFIG, work=work)
+    same_maps(got, fit_mapper(*pair, folder / "text.txt", CONFIG), 1e-3)
+
+
+def test_an_interrupted_fit_leaves_nothing_behind(folder, pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for sequential in (False, True):
+        with monkeypatch.context() as patch:
+            interrupt_after(patch, 7, KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                fit(
+                    folder / "source",
+                    folder / "target",
+                    folder / "text.txt",
+                    tmp_path / "out",
+                    replace(CONFIG, sequential=sequential),
+                )
+    assert sorted(os.listdir(tmp_path)) == ["tmp"] and os.listdir(tmp_path / "tmp") == []
+
+
+def test_a_folder_of_another_fit_is_refused(folder, pair, tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 8, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            fit_mapper(*pair, folder / "text.txt", CONFIG, work=work)
+    with pytest.raises(FitError, match="another fit: stride, text differ|text"):
+        fit_mapper(*pair, folder / "text.txt", replace(CONFIG, sequences=9, stride=2), work=work)
+    # k, λ and the plan's weights are not part of the moments and may change.
+    fit_mapper(*pair, folder / "text.txt", replace(CONFIG, k=1, ridge_lambda=3.0), work=work)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("precious")
+    with pytest.raises(FitError, match="not empty"):
+        fit_mapper(*pair, folder / "text.txt", CONFIG, work=mine)
+    (mine / "state.json").write_text("{")
+    with pytest.raises(FitError, match="damaged"):
+        fit_mapper(*pair, folder / "text.txt", CONFIG, work=mine)
+    assert (mine / "thesis.txt").read_text() == "precious"
+
+
+def test_full_disk_is_seen_before_work(folder, monkeypatch):
+    monkeypatch.setattr(
+        pipeline_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})
+    )
+    with pytest.raises(FitError, match="GB of disk"):
+        fit_mapper(
+            folder / "source",
+            folder / "target",
+            folder / "text.txt",
+            replace(CONFIG, sequential=True),
+        )
+
+
+# ------------------------------------------------------------------ what it refuses
+
+
+def test_different_tokenizers_are_refused(folder, tmp_path):
+    save_model(tmp_path / "other", added=("<tool>",))
+    with pytest.raises(TokenizerMismatchError, match="<tool>"):
+        fit_mapper(folder / "source", tmp_path / "other", folder / "text.txt", CONFIG)
+
+
+def test_nan_from_a_model_is_named(folder, pair):
+    broken = load_model(folder / "target")
+    layer = broken.model.model.layers[1].self_attn
+    layer.v_proj.weight = layer.v_proj.weight * float("nan")
+    with pytest.raises(FitError, match="target model's values of layer 1 hold .* not finite"):
+        fit_mapper(pair[0], broken, folder / "text.txt", CONFIG)
+
+
+def test_models_that_cannot_be_mapped_are_refused(folder, pair):
+    class NoCache:
+        pass
+
+    broken = replace(load_model(folder / "target"), model=NoCache())
+    with pytest.raises(UnsupportedModelError):
+        fit_mapper(pair[0], broken, folder / "text.txt", CONFIG)
+
+
+def test_too_little_text_is_refused(folder, pair, tmp_path):
+    (tmp_path / "short.txt").write_text("a few words")
+    with pytest.raises(FitError, match="11 tokens"):
+        fit_mapper(*pair, tmp_path / "short.txt", CONFIG)
+    text = read_text(folder / "text.txt", tokenizer(), sequences=4, seq_len=8)
+    with pytest.raises(FitError, match="leaves none of 8"):
+        fit_mapper(*pair, text, replace(CONFIG, skip=8))
+
+
+# -------------------------------------------------------------- captured elsewhere
+
+
+def arrays(geo: ModelGeometry, rows, rope: RopeSpec | None, at: np.ndarray):
+    """``(keys with RoPE, values)`` per layer."""
+    out = []
+    for k, v in zip(rows.keys, rows.values):
+        turned = k if rope is None else oracle.rotate(k, at, rope)
+        out.append((mx.array(turned.astype(np.float32)), mx.array(v)))
+    return out
+
+
+@pytest.mark.parametrize("content_space", [True, False])
+@pytest.mark.parametrize("plan", ["full", "local"])
+def test_fit_on_arrays(content_space, plan):
+    rope = RopeSpec(8, base=1e4)
+    plain = geometry(3, 2, 8)
+    geo = ModelGeometry(tuple(replace(g, rope=rope) for g in plain.layers), "float32")
+    rng = np.random.default_rng(0)
+    source, target = noise(plain, 300, rng), noise(plain, 300, rng)
+    for t in range(3):  # a relation in content space
+        for h in range(2):
+            target.keys[t][h] = source.keys[t][h] @ rng.standard_normal((8, 8)).astype("f4")
+            target.values[t][h] = 2 * source.values[t][h]
+    at = np.arange(300) * 7 % 1000
+    pairs = [arrays(geo, rows, rope, at) for rows in (source, target)]
+    config = FitConfig(k=1, plan=plan, content_space=content_space, weights="float32")
+    mapper = fit_arrays(*pairs, geo, geo, mx.array(at), config)
+    assert mapper.content_space == content_space
+    for m in mapper.layers:
+        assert m.r2_v > 0.999
+        assert (m.r2_k > 0.999) == content_space  # a fixed map cannot follow the rotation
+    if content_space:
+        assert mapper.layers[2].keys.sources == (2,)
+        by_layer = fit_arrays(dict(enumerate(pairs[0])), pairs[1], geo, geo, mx.array(at), config)
+        same_maps(by_layer, mapper)
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    geo = geometry(2, 2, 4)
+    rows = noise(geo, 40, np.random.default_rng(0))
+    good = arrays(geo, rows, None, np.arange(40))
+    config = FitConfig(k=1)
+    with pytest.raises(GeometryError, match="2 layers, got 1"):
+        fit_arrays(good[:1], good, geo, geo, None, config)
+    with pytest.raises(GeometryError, match=r"missing are \[1\]"):
+        fit_arrays(good, {0: good[0]}, geo, geo, None, config)
+    with pytest.raises(GeometryError, match="layer 1 must be keys"):
+        fit_arrays([good[0], (good[1][0][:1], good[1][1])], good, geo, geo, None, config)
+    with pytest.raises(GeometryError, match="different numbers of tokens"):
+        fit_arrays([(k[:, :9], v[:, :9]) for k, v in good], good, geo, geo, None, config)
+    with pytest.raises(GeometryError, match="need 40 positions"):
+        fit_arrays(good, good, geo, geo, mx.arange(3), config)
+    with pytest.raises(FitError, match="too few"):
+        few = [(k[:, :2], v[:, :2]) for k, v in good]
+        fit_arrays(few, few, geo, geo, None, config)
+    bad = [(k, mx.full(v.shape, float("inf"))) for k, v in good]
+    with pytest.raises(FitError, match="source model's values of layer 0"):
+        fit_arrays(bad, good, geo, geo, None, config)
