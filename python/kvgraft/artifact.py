@@ -43,7 +43,14 @@ from kvgraft.formats.recognise import (
     describe_tensors,
     manifest_kind,
 )
-from kvgraft.formats.safetensors import Header, Writer, read_header, read_json, read_json_file
+from kvgraft.formats.safetensors import (
+    Header,
+    Writer,
+    read_header,
+    read_json,
+    read_json_file,
+    sha256_of,
+)
 from kvgraft.formats.store import FileStore, check_finite, check_tensors, expected_tensors
 from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.mapper import LayerMap, Mapper, Storage
@@ -648,7 +655,7 @@ def _verify_checksums(
             files.append(FileReport(name, -1, "", "missing"))
             errors.append(size_error or MapperNotFoundError(f"{file} is missing."))
             continue
-        digest = _sha256(file)
+        digest = sha256_of(file)
         size = file.stat().st_size
         if digest == entry["sha256"]:
             files.append(FileReport(name, size, digest, "ok"))
@@ -667,15 +674,6 @@ def _verify_checksums(
     for name in (SINGLE, SHARD_INDEX, CONFIG):
         if (path / name).exists() and name not in index:
             errors.append(ChecksumError(f"{path / name} is not listed in {INDEX}."))
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    buffer = bytearray(4 << 20)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-    return digest.hexdigest()
 
 
 # ------------------------------------------------------------ the right pair

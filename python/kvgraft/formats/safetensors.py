@@ -32,6 +32,7 @@ __all__ = [
     "read_json",
     "read_json_file",
     "read_tensors",
+    "sha256_of",
 ]
 
 MAX_HEADER = 100_000_000
@@ -133,6 +134,16 @@ def read_json_file(path: Path) -> Any:
     except OSError as error:
         raise FormatError(f"Cannot read {path}: {error.strerror}.") from error
     return read_json(data, str(path))
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    buffer = bytearray(4 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
