@@ -139,11 +139,12 @@ def test_later_writes_to_the_source_do_not_show(n: int) -> None:
     caches = filled(n)
     snapshot = read_cache(caches)
     mx.eval(snapshot.keys, snapshot.values)
-    before = [mx.array(k) for k in snapshot.keys]
+    before = [mx.array(x) for x in snapshot.keys + snapshot.values]
     for entry in caches:
         entry.keys[..., :1, :] = 77.0
+        entry.values[..., :1, :] = 77.0
         entry.update_and_fetch(mx.ones((1, H, 1, D)), mx.ones((1, H, 1, D)))
-    for got, want in zip(snapshot.keys, before, strict=True):
+    for got, want in zip(snapshot.keys + snapshot.values, before, strict=True):
         assert mx.array_equal(got, want)
 
 

@@ -12,7 +12,9 @@ import mlx.nn as nn
 import pytest
 import zoo
 from mlx.utils import tree_flatten
+from mlx_lm.models import internlm3
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.rope_utils import ProportionalRoPE
 
 from kvgraft.errors import UnsupportedModelError
 from kvgraft.geometry import LayerGeometry, ModelGeometry
@@ -345,6 +347,16 @@ def test_two_rotations_that_cannot_be_told_apart_are_refused() -> None:
     assert "both fit" in only_row(Bare()).reason
 
 
+def test_a_rope_that_turns_nothing_is_no_rope() -> None:
+    class Still(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rope = ProportionalRoPE(16, 0)
+
+    row = only_row(Still())
+    assert row.reason is None and row.rope == "none" and row.layer.rope == NO_ROPE
+
+
 def test_caches_that_prove_nothing_are_refused() -> None:
     silent, twice, zero, spoiled = Toy(), Toy(), Toy(), Toy()
     silent.writes, twice.writes = 0, 2
@@ -440,6 +452,21 @@ def test_dynamic_ntk_holds_up_to_its_limit_and_not_beyond(name: str) -> None:
     layer, keys = geometry.layers[0], keys_of(caches[0])
     stripped = strip_rope(keys, mx.arange(limit + 1), layer.rope)
     assert relative(stripped[:, :, limit], stripped[:, :, 0]) > 1e-3
+
+
+def test_a_length_taken_from_the_axis_of_heads_limits_positions() -> None:
+    class Counting(Toy):
+        def __init__(self) -> None:
+            super().__init__(heads=3)
+            self.rope = internlm3.DynamicNTKScalingRoPE(16, 64, False, 1e4, 2.0)
+
+    model = Counting()
+    spec = only_row(model).layer.rope
+    assert spec == RopeSpec(16, base=1e4, scale=2.0, max_position=64 - 3 + 1)
+    keys = mx.random.normal((1, 3, 1, 16), key=mx.random.key(0))
+    for position, holds in ((spec.max_position - 1, True), (spec.max_position, False)):
+        stripped = strip_rope(model.turn(keys, position), mx.array([position]), spec)
+        assert (relative(stripped, keys) < FLOAT32) == holds
 
 
 def test_positions_stay_inside_a_table_of_positions() -> None:

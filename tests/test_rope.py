@@ -132,6 +132,17 @@ def test_strip_equals_the_transposed_live_module(name: str) -> None:
         assert worst(stripped, x) < ROUNDING, position
 
 
+@pytest.mark.parametrize("name", ["default", "yarn traditional", "proportional"])
+def test_rotate_is_undone_by_its_inverse(name: str) -> None:
+    case = CASES[name]
+    spec = spec_of(case.make())
+    positions = mx.array([3, 100_000, 77])
+    x = keys_like((3, 2, case.head_dim))
+    turned = spec.rotate(x, positions)
+    assert worst(turned, x) > 0.1
+    assert worst(spec.rotate(turned, positions, inverse=True), x) < ROUNDING
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_chunk_of_tokens_equals_the_live_module(name: str) -> None:
     case = CASES[name]

@@ -228,8 +228,8 @@ def identify(
 def tokenizer_digest(tokenizer: Any) -> str:
     """SHA-256 over what decides how text becomes token ids.
 
-    Vocabulary, added tokens, special tokens and the encodings of a few texts,
-    with and without special tokens. The roles of special tokens that only end
+    Vocabulary, added tokens, special tokens and the encodings of a few texts.
+    The roles of special tokens that only end
     or pad a text (EOS, PAD) are left out: a base model and its instruction
     tuning may differ there and still read the same ids.
     """
@@ -242,16 +242,13 @@ def tokenizer_differences(source: Any, target: Any, *, examples: int = 3) -> lis
     lines = []
     for key, what in (("vocab", "vocabulary"), ("added", "added tokens"), ("special", "special")):
         lines += _mapping_difference(what, a[key], b[key], examples)
-    for text, mine, theirs in zip(PROBE_TEXTS, a["encodings"], b["encodings"], strict=True):
-        # Ids with special tokens; without them only if that is where they part.
-        for x, y in zip(mine, theirs, strict=True):
-            if x != y:
-                at = next((i for i, (p, q) in enumerate(zip(x, y)) if p != q), min(len(x), len(y)))
-                lines.append(
-                    f"{text[:24]!r}: {len(x)} ids in the source, {len(y)} in the target, "
-                    f"parting at id {at}: {x[at : at + 4]} against {y[at : at + 4]}"
-                )
-                break
+    for text, x, y in zip(PROBE_TEXTS, a["encodings"], b["encodings"], strict=True):
+        if x != y:
+            at = next((i for i, (p, q) in enumerate(zip(x, y)) if p != q), min(len(x), len(y)))
+            lines.append(
+                f"{text[:24]!r}: {len(x)} ids in the source, {len(y)} in the target, "
+                f"parting at id {at}: {x[at : at + 4]} against {y[at : at + 4]}"
+            )
     return lines
 
 
@@ -277,14 +274,8 @@ def _tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
     get_added = getattr(tokenizer, "get_added_vocab", None)
     added = {} if get_added is None else {str(k): int(v) for k, v in get_added().items()}
     names = [str(token) for token in getattr(tokenizer, "all_special_tokens", [])]
-    # With special tokens, which shows a BOS that only one of two adds, and without.
-    encodings = [
-        [
-            [int(i) for i in tokenizer.encode(text)],
-            [int(i) for i in tokenizer.encode(text, add_special_tokens=False)],
-        ]
-        for text in PROBE_TEXTS
-    ]
+    # With special tokens: a BOS that only one of two adds shifts every position.
+    encodings = [[int(i) for i in tokenizer.encode(text)] for text in PROBE_TEXTS]
     return {
         "vocab": vocab,
         "added": added,
