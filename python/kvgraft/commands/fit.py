@@ -1,0 +1,147 @@
+"""``kvgraft fit``: a mapper for a pair of models, from text."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from kvgraft.errors import FitError
+
+__all__ = ["add_parser"]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "fit",
+        help="fit a mapper for a pair of models",
+        description="Fit a mapper that turns SOURCE's cache into TARGET's, and save it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    need = parser.add_argument_group("what to fit")
+    need.add_argument("--source", required=True, help="model that reads (folder or repository)")
+    need.add_argument("--target", required=True, help="model that goes on")
+    need.add_argument(
+        "--text",
+        required=True,
+        nargs="+",
+        metavar="FILE[=WEIGHT]",
+        help="calibration text: plain or JSONL; mix domains that you will use",
+    )
+    need.add_argument("--out", required=True, help="folder of the mapper")
+    how = parser.add_argument_group("how")
+    how.add_argument("--k", type=_k, default=8, help="source layers per target layer, or 'all'")
+    how.add_argument("--k-values", type=_k, help="the same for values only")
+    how.add_argument(
+        "--plan",
+        choices=["full", "local", "grouped"],
+        default="full",
+        help="source heads per target head",
+    )
+    how.add_argument(
+        "--selection",
+        choices=["heldout", "paper"],
+        default="heldout",
+        help="how source layers are ranked",
+    )
+    how.add_argument(
+        "--layers",
+        choices=["shared", "separate"],
+        default="shared",
+        help="the same source layers for keys and values, or each its own",
+    )
+    how.add_argument("--lambda", dest="ridge_lambda", type=float, default=0.01, help="ridge λ")
+    how.add_argument(
+        "--lambda-convention",
+        choices=["gram", "covariance"],
+        default="gram",
+        help="what λ is added to",
+    )
+    how.add_argument(
+        "--weights",
+        choices=["float32", "float16", "bfloat16", "8bit", "4bit"],
+        default="float16",
+        help="how the weights are stored",
+    )
+    text = parser.add_argument_group("text")
+    text.add_argument("--sequences", type=int, default=500, help="sequences to read")
+    text.add_argument("--seq-len", type=int, default=1024, help="tokens per sequence")
+    text.add_argument("--stride", type=int, default=4, help="take every n-th token")
+    text.add_argument("--skip", type=int, default=0, help="leave out the first tokens (sinks)")
+    text.add_argument("--heldout", type=float, default=0.1, help="share of sequences held out")
+    text.add_argument(
+        "--chat", action="store_true", help="apply the chat template to JSONL messages"
+    )
+    cost = parser.add_argument_group("memory and time")
+    cost.add_argument("--memory-limit", type=_size, metavar="SIZE", help="such as 12G")
+    cost.add_argument(
+        "--sequential",
+        action="store_true",
+        help="never hold both models at once; rows wait on disk",
+    )
+    cost.add_argument(
+        "--resume",
+        metavar="FOLDER",
+        help="keep the state here, and go on from it after an interruption",
+    )
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fit, save, say what came of it."""
+    from kvgraft.fit import FitConfig, fit, parse_source
+    from kvgraft.progress import bar
+
+    names = (
+        "k k_values plan selection layers ridge_lambda lambda_convention weights sequences "
+        "seq_len stride skip heldout chat memory_limit sequential"
+    ).split()
+    config = FitConfig(**{name: getattr(args, name) for name in names})
+    with bar("fitting", "step") as progress:
+        mapper = fit(
+            args.source,
+            args.target,
+            [parse_source(t) for t in args.text],
+            args.out,
+            config,
+            work=args.resume,
+            progress=progress,
+            notify=_note,
+        )
+    print(f"Wrote {args.out}: {mapper.describe()}")
+    for name in ("keys", "values"):
+        scores = [m.scores[f"r2_{name}"] for m in mapper.layers]
+        print(
+            f"  held-out R2 of the {name}: mean {sum(scores) / len(scores):.3f}, "
+            f"lowest {min(scores):.3f} (layer {scores.index(min(scores))})"
+        )
+    print(
+        "R2 does not tell how well the target goes on from a mapped cache. Measure it:\n"
+        f"  kvgraft demo --source {args.source} --target {args.target} --mapper {args.out}"
+    )
+    return 0
+
+
+def _note(line: str) -> None:
+    from tqdm import tqdm
+
+    tqdm.write(f"note: {line}")
+
+
+def _k(text: str) -> int | str:
+    if text == "all":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'all'") from None
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+) *([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise FitError(f"{text!r} is no size. Write it as 12G or 800M.")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

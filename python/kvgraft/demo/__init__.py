@@ -1,0 +1,1 @@
+"""The offline demonstration and the small trained pair that it runs on."""

@@ -1,0 +1,149 @@
+"""The command line, on the bundled pair."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import kvgraft
+from kvgraft.cli import main
+from kvgraft.demo.data import bundled
+
+LARGE, SMALL = str(bundled("models/large")), str(bundled("models/small"))
+TEXT = str(bundled("text/calibration_stories.txt"))
+FIT = ["fit", "--source", LARGE, "--target", SMALL, "--text", TEXT]
+LITTLE = ["--sequences", "6", "--seq-len", "64", "--stride", "1", "--k", "2", "--plan", "local"]
+
+
+@pytest.fixture(scope="module")
+def mapper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "mapper"
+    assert main([*FIT, *LITTLE, "--out", str(out)]) == 0
+    return out
+
+
+def test_fit_writes_a_mapper_that_verifies(mapper, capsys):
+    assert main(["verify", str(mapper)]) == 0
+    assert "mapper.safetensors" in capsys.readouterr().out
+    assert [m.target_layer for m in kvgraft.load_mapper(mapper).layers] == [0, 1, 2]
+
+
+def test_fit_says_what_it_wrote_and_what_to_do_next(tmp_path, capsys):
+    assert main([*FIT, *LITTLE, "--out", str(tmp_path / "m")]) == 0
+    out = capsys.readouterr().out
+    assert "held-out R2 of the keys" in out and "kvgraft demo" in out
+
+
+def test_an_interrupted_fit_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvgraft.fit.pipeline.solve_mapper", interrupt)
+    assert main([*FIT, *LITTLE, "--out", str(tmp_path / "m")]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (["--text", "/nowhere/text.txt"], "/nowhere/text.txt"),
+        (["--source", "/nowhere/model"], "/nowhere/model"),
+        (["--k", "0"], "k must be 1 or more"),
+        (["--sequences", "1"], "sequences"),
+        (["--memory-limit", "1M"], "memory"),
+    ],
+)
+def test_bad_input_to_fit_is_named(change, message, tmp_path, capsys):
+    args = [*FIT, *LITTLE, "--out", str(tmp_path / "m")]
+    assert main([*args, *change]) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_a_mapper(mapper, capsys):
+    assert main(["inspect", str(mapper), "--layers"]) == 0
+    out = capsys.readouterr().out
+    assert "large" in out and "target   2 values from" in out and "theta 10000" in out
+
+
+def test_inspect_a_model(capsys):
+    assert main(["inspect", SMALL]) == 0
+    assert "2 KV heads x 32, RoPE on 32 dims" in capsys.readouterr().out
+
+
+def test_an_altered_mapper_fails_to_verify(mapper, tmp_path, capsys):
+    copy = tmp_path / "altered"
+    shutil.copytree(mapper, copy)
+    weights = copy / "mapper.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert main(["verify", str(copy)]) == 1
+    assert "mapper.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "8bit"])
+def test_convert_stores_other_weights(mapper, tmp_path, weights):
+    out = tmp_path / weights
+    assert main(["convert", str(mapper), str(out), "--weights", weights]) == 0
+    assert main(["verify", str(out)]) == 0
+
+
+def test_convert_to_veloxquant_and_back(mapper, tmp_path):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    assert main(["convert", str(mapper), str(theirs), "--to", "veloxquant"]) == 0
+    assert json.loads((theirs / "manifest.json").read_text())["format_version"] == 1
+    assert main(["convert", str(theirs), str(ours)]) == 0
+    assert main(["verify", str(ours)]) == 0
+
+
+def test_env_is_printed_as_text_and_as_json(capsys):
+    assert main(["env"]) == 0
+    assert f"kvgraft   {kvgraft.__version__}" in capsys.readouterr().out
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kvgraft"] == kvgraft.__version__
+
+
+def test_a_missing_mapper_is_named(capsys):
+    assert main(["inspect", "/nowhere/mapper"]) == 1
+    assert "/nowhere/mapper" in capsys.readouterr().err
+
+
+def test_bad_usage_is_told_apart(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit"])
+    assert stop.value.code == 2
+
+
+def test_demo_runs_on_the_bundled_pair(capsys):
+    assert main(["demo", "--documents", "2", "--prefix", "200", "--scored", "40"]) == 0
+    out = capsys.readouterr().out
+    for line in ("its cache is mapped in", "target, mapped cache", "source alone", "keeps"):
+        assert line in out
+
+
+def test_demo_with_models_of_ones_own(mapper, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("User: Anna lives in Dover.\nAssistant: Good to know.\n")
+    args = ["demo", "--model", LARGE, "--target", SMALL, "--mapper", str(mapper)]
+    short = ["--documents", "1", "--prefix", "64", "--scored", "16"]
+    asked = ["--text", str(text), "--question", "User: Where does Anna live?\nAssistant:"]
+    assert main([*args, *short, *asked]) == 0
+    assert "Where does Anna live?" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["--source", LARGE], "both --source and --target"),
+        (["--mapper", "x"], "--mapper goes with"),
+        (["--source", SMALL, "--target", LARGE, "--mapper", str(bundled("mapper"))], "layers"),
+    ],
+)
+def test_demo_refuses_what_does_not_fit(args, message, capsys):
+    assert main(["demo", *args]) == 1
+    assert message in capsys.readouterr().err
