@@ -269,7 +269,7 @@ def _write_weights(
     progress: Progress | None,
 ) -> dict[str, dict[str, Any]]:
     """Write the weight files; ``{name: {"size", "sha256"}}``."""
-    text = json.dumps(config, separators=(",", ":"), sort_keys=True, allow_nan=False)
+    text = json.dumps(config, separators=(",", ":"), allow_nan=False)
     metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "config": text}
     total = sum(_nbytes(*described) for described in tensors.values())
     done = 0
@@ -295,7 +295,7 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _pretty(data: Any) -> str:
-    return json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
 
 def _write_text(path: Path, text: str) -> dict[str, Any]:

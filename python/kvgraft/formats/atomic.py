@@ -63,10 +63,14 @@ def replacing_folder(
             _sync_folder(fresh)
             if _holds_files(target):
                 _swap(fresh, target)
-                _move_others(fresh, target, ours)
+                try:
+                    _move_others(fresh, target, ours)
+                except OSError:
+                    _swap(fresh, target)  # what was moved already follows, see _discard
+                    raise
             else:
                 os.rename(fresh, target)
-            _sync_folder(target.parent)
+            _settle(target.parent)
 
 
 @contextlib.contextmanager
@@ -94,7 +98,7 @@ def replacing_file(path: str | os.PathLike[str], check: Callable[[Path], None]) 
         with _workspace(target, lambda name: True) as work:
             yield work / "new"
             os.replace(work / "new", target)
-            _sync_folder(target.parent)
+            _settle(target.parent)
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -206,6 +210,12 @@ def _sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _settle(folder: Path) -> None:
+    """Flush a new name. It is in place already, and not every file system can do this."""
+    with contextlib.suppress(OSError):
+        _sync_folder(folder)
 
 
 @contextlib.contextmanager

@@ -159,10 +159,11 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     try:
         with open(path, "rb") as file:
             stat = os.fstat(file.fileno())
-            first = file.read(8)
-            length = int.from_bytes(first, "little")
+            start = file.read(64)
+            length = int.from_bytes(start[:8], "little")
             rest = b""
-            if len(first) == 8 and 2 <= length <= MAX_HEADER:
+            if len(start) >= 8 and 2 <= length <= MAX_HEADER:
+                file.seek(8)
                 rest = file.read(min(length, stat.st_size))
     except FileNotFoundError as error:
         raise MapperNotFoundError(f"There is no file {path}.") from error
@@ -171,7 +172,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
     # Only now: the length of a good header can begin like a pickle does.
     if rest[:1] != b"{":
-        foreign = describe_bytes(first)
+        foreign = describe_bytes(start)
         if foreign is None and stat.st_size <= 8:
             raise TruncatedFileError(
                 f"{path} has only {stat.st_size} bytes. The copy or download was cut short: get "
