@@ -112,9 +112,13 @@ def test_read_layer_leaves_the_mapper_as_it_is():
     m.layers[1].unload()
     private = m.read_layer(1)
     assert private.is_loaded and not m.layers[1].is_loaded
-    shared = m.read_layer(0)
+    shared = m.read_layer(0, keep=True)
     m.layers[0].unload()
     assert shared.is_loaded and m.store.filled == [1]
+    kept = m.read_layer(0, keep=True)
+    assert m.layers[0].keys.weight is kept.keys.weight and m.store.filled == [1, 0]
+    m.layers[0].values.bias = None
+    assert not m.layers[0].is_loaded
 
 
 @pytest.mark.parametrize("read", ["load_layer", "read_layer"])

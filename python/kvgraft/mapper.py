@@ -145,7 +145,8 @@ class LayerMap:
     @property
     def is_loaded(self) -> bool:
         """Whether the weights are in memory."""
-        return self.keys.weight is not None and self.values.weight is not None
+        parts = (self.keys.weight, self.keys.bias, self.values.weight, self.values.bias)
+        return all(part is not None for part in parts)
 
     def unload(self) -> None:
         """Drop the weights; what describes them stays."""
@@ -277,28 +278,34 @@ class Mapper:
 
     def load_layer(self, target_layer: int) -> LayerMap:
         """Like :meth:`layer`, with its weights read if they are not in memory."""
-        m = self.layer(target_layer)
-        if not m.is_loaded:
-            if self.store is None:
-                raise _no_file(target_layer)
-            self.store.fill(m)
-        return m
+        self.read_layer(target_layer, keep=True)
+        return self.layer(target_layer)
 
-    def read_layer(self, target_layer: int) -> LayerMap:
-        """A copy of one layer with its weights; the mapper itself stays as it is.
+    def read_layer(self, target_layer: int, *, keep: bool = False) -> LayerMap:
+        """A copy of one layer with its weights, which no other thread can unload.
 
-        What is not in memory is read, and is gone when the copy is. No other
-        thread can unload it in between.
+        Args:
+            target_layer: Index in the target's cache list.
+            keep: Leave weights that had to be read in the mapper, too; else
+                they are gone when the copy is.
 
         Raises:
             GeometryError: If the mapper does not produce that layer.
-            MapperNotFoundError: If the weights are nowhere.
+            MapperNotFoundError: If the weights are neither in memory nor in a
+                file.
         """
-        m = self.layer(target_layer).copy()
+        shared = self.layer(target_layer)
+        m = shared.copy()
         if not m.is_loaded:
             if self.store is None:
-                raise _no_file(target_layer)
+                raise MapperNotFoundError(
+                    f"The weights of target layer {target_layer} were unloaded and this mapper "
+                    "has no file to read them from. Save it before unloading."
+                )
             self.store.fill(m)
+            if keep:
+                shared.keys.weight, shared.keys.bias = m.keys.weight, m.keys.bias
+                shared.values.weight, shared.values.bias = m.values.weight, m.values.bias
         return m
 
     def unload_all(self) -> None:
@@ -356,13 +363,6 @@ class Mapper:
         from kvgraft import transfer
 
         return transfer.apply(self, src_pairs, offset)
-
-
-def _no_file(target_layer: int) -> MapperNotFoundError:
-    return MapperNotFoundError(
-        f"The weights of target layer {target_layer} were unloaded and this mapper has no file "
-        "to read them from. Save it before unloading."
-    )
 
 
 def _check_map(

@@ -67,7 +67,7 @@ def transfer_layer(
     """
     m = mapper.layer(target_layer)
     frame = _frame(mapper, [m], source_kv, positions)
-    return _map(mapper, mapper.load_layer(target_layer), source_kv, frame, dtype)
+    return _map(mapper, mapper.read_layer(target_layer, keep=True), source_kv, frame, dtype)
 
 
 def transfer_cache(
@@ -211,8 +211,7 @@ def _iterate(
     last = {s: i for i, m in enumerate(layers) for s in _sources(m)}
     for i, described in enumerate(layers):
         target_layer = described.target_layer
-        # A private copy: other threads may be loading and unloading this mapper.
-        m = mapper.read_layer(target_layer) if drop else mapper.load_layer(target_layer)
+        m = mapper.read_layer(target_layer, keep=not drop)
         keys, values = _map(mapper, m, source_kv, frame, dtype)
         if drop or consume:
             # Unevaluated results would keep weights and sources alive.
@@ -327,7 +326,7 @@ def _positions(
 ) -> mx.array:
     if given is None:
         return mx.arange(n_tokens, dtype=mx.int32)
-    positions = given if isinstance(given, mx.array) else mx.array(list(given))
+    positions = given if isinstance(given, mx.array) else _array(given)
     shape = tuple(positions.shape)
     if shape != (n_tokens,) and not (batch and shape == (*batch, n_tokens)):
         raise GeometryError(
@@ -342,6 +341,10 @@ def _positions(
             raise GeometryError("positions must be whole numbers.")
         positions = whole
     return positions.astype(mx.int32)
+
+
+def _array(given: Sequence[int]) -> mx.array:
+    return mx.array(given if hasattr(given, "shape") else list(given))  # type: ignore[arg-type]
 
 
 def _check_reach(
