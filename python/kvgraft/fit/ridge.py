@@ -141,26 +141,38 @@ def residuals(
     kind: str,
     sources: Sequence[int],
     heads: Sequence[int] | None,
-    target: int,
+    targets: Sequence[int],
     target_heads: Sequence[int] | None,
     weights: Float64,
-    *,
-    test_xx: Float64 | None = None,
 ) -> tuple[Float64, Float64]:
     """Squared error and variance of each target feature on the text of ``test``.
 
     The intercept is the fit's own, so an error of the mean on other text counts.
 
+    Args:
+        fit: Moments that the weights were fitted on; only the means are used.
+        test: Moments that they are scored on; may be ``fit``.
+        kind: ``"keys"`` or ``"values"``.
+        sources: Source layers of the features.
+        heads: Source heads of the features; ``None`` for all.
+        targets: Target layers.
+        target_heads: Their heads; ``None`` for all.
+        weights: ``[n, m]``, the columns running over ``targets``.
+
     Returns:
         ``[m]`` sums of squared errors, ``[m]`` sums of squares about the mean.
     """
-    xx = test.xx(kind, sources, heads) if test_xx is None else test_xx
-    xy = test.xy(kind, sources, heads, target, target_heads)
-    total = test.yy(kind, heads, target, target_heads)
+    where = [(kind, sources, heads, t, target_heads) for t in targets]
+    xx = test.xx(kind, sources, heads)
+    xy = np.concatenate([test.xy(*one) for one in where], axis=1)
+    total = np.concatenate([test.yy(kind, heads, t, target_heads) for t in targets])
     error = total - 2 * np.einsum("ij,ij->j", weights, xy)
     error += np.einsum("ij,ij->j", weights, xx @ weights)
     if test is not fit:
-        means = [m.means(kind, sources, heads, target, target_heads) for m in (fit, test)]
+        means = []
+        for moments in (fit, test):
+            pairs = [moments.means(*one) for one in where]
+            means.append((pairs[0][0], np.concatenate([y for _, y in pairs])))
         offset = (means[1][1] - means[0][1]) - (means[1][0] - means[0][0]) @ weights
         error += test.count(kind) * offset**2
     return np.maximum(error, 0.0), total

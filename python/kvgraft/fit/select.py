@@ -177,15 +177,15 @@ def _explained(
     ridge: float,
 ) -> Float64:
     """``[targets]`` R² of one source layer, averaged over the target heads."""
-    parts = [fit.xy(kind, (layer,), heads, t, heads) for t in targets]
-    weights, _ = solve_ridge(fit.xx(kind, (layer,), heads), np.concatenate(parts, axis=1), ridge)
-    at = 0
+    xy = np.concatenate([fit.xy(kind, (layer,), heads, t, heads) for t in targets], axis=1)
+    weights, _ = solve_ridge(fit.xx(kind, (layer,), heads), xy, ridge)
+    error, total = residuals(fit, test, kind, (layer,), heads, targets, heads, weights)
     out = []
-    test_xx = test.xx(kind, (layer,), heads)
-    for t, part in zip(targets, parts, strict=True):
-        w = weights[:, at : at + part.shape[1]]
-        at += part.shape[1]
-        n_heads = fit.target.layers[t].n_kv_heads if heads is None else len(heads)
-        error, total = residuals(fit, test, kind, (layer,), heads, t, heads, w, test_xx=test_xx)
-        out.append(float(np.mean(r_squared_by_head(error, total, n_heads))))
+    at = 0
+    for t in targets:
+        geometry = fit.target.layers[t]
+        n_heads = geometry.n_kv_heads if heads is None else len(heads)
+        end = at + n_heads * (geometry.key_dim if kind == "keys" else geometry.value_dim)
+        out.append(float(np.mean(r_squared_by_head(error[at:end], total[at:end], n_heads))))
+        at = end
     return np.array(out)

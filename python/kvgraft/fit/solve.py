@@ -238,7 +238,7 @@ def _solve_kind(
         x_mean, y_mean = fit.means(kind, sources, group, target_layer, which)
         bias[heads] = (y_mean - x_mean @ w).reshape(len(heads), -1)
         if heldout is not None and r2 is not None:
-            error, total = residuals(fit, heldout, kind, sources, group, target_layer, which, w)
+            error, total = residuals(fit, heldout, kind, sources, group, [target_layer], which, w)
             r2[heads] = r_squared_by_head(error, total, len(heads))
     linear = LinearMap.of(sources, stored, mx.array(bias.astype(np.float32)), plan)
     mx.eval(_leaves(stored), linear.bias)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -259,7 +261,8 @@ class _Reader:
             if piece is None:
                 return None
             self._hash.update(piece.encode("utf-8", "surrogatepass"))
-            ids = [int(i) for i in self._tokenizer.encode(piece, add_special_tokens=False)]
+            with _no_length_warning():
+                ids = [int(i) for i in self._tokenizer.encode(piece, add_special_tokens=False)]
             self.read += len(ids)
             self._ids += ids
         row = [*self._prefix, *self._ids[: self._body]]
@@ -318,6 +321,18 @@ class _Reader:
         raise FitError(
             f"{where} has no text under {self.source.field!r} and no 'messages'. Name the field."
         )
+
+
+@contextmanager
+def _no_length_warning() -> Iterator[None]:
+    """Transformers warns of texts longer than the model's context; these get cut."""
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _separated(documents: Iterable[str]) -> Iterator[str]:
