@@ -1,0 +1,66 @@
+"""Our kernel through our shim against MLX's matmul through Apple's compiler."""
+
+from __future__ import annotations
+
+import struct
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+from cases import F32, Case, build
+from emulator import Library, air
+from map_layer import DIRECTORY, SOURCE, run
+
+GEMM = "steel_gemm_fused_nn_float32_float32_bm64_bn64_bk16_wm2_wn2"
+
+
+@pytest.fixture(scope="module")
+def apple():
+    kernels = air.functions(air.download(version("mlx")))
+    assert len(kernels) > 10_000
+    return air.AirLibrary(kernels[GEMM], GEMM)
+
+
+def matmul(apple: air.AirLibrary, x: np.ndarray, w: np.ndarray, seed: int) -> np.ndarray:
+    (m, k), n = x.shape, w.shape[1]
+    tiles_n, tiles_m = -(-n // 64), -(-m // 64)
+    parameters = struct.pack(
+        "<8i3q4i", m, n, k, k, n, n, tiles_n, tiles_m, 0, 0, 0, 0, k // 16, 0, 0
+    )
+    aligned = [m % 64 == 0, n % 64 == 0, k % 16 == 0]
+    # has_batch, use_out_source, do_axpby, then whether each size fits the tile.
+    constants = dict(zip((10, 100, 110, 200, 201, 202), [0, 0, 0, *aligned], strict=True))
+    result = apple.launch(
+        GEMM,
+        {0: x.tobytes(), 1: w.tobytes(), 2: bytes(4), 3: bytes(4 * m * n), 4: parameters,
+         5: bytes(24), 6: bytes(4), 7: bytes(8)},
+        (tiles_n, tiles_m, 1),
+        128,
+        constants={i: int(v) for i, v in constants.items()},
+        outputs={3: "update"},
+        seed=seed,
+        checks=False,
+    )  # fmt: skip
+    assert result.report == ""
+    assert result.barriers and result.multiplications
+    return np.frombuffer(result.outputs[3], np.float32).reshape(m, n)
+
+
+@pytest.mark.parametrize("tokens", [64, 50, 128, 17])
+def test_bit_for_bit(apple, tokens):
+    case = Case("air", tokens=tokens, sources=((1, 64), (1, 64)), target=(1, 64), cache=(F32,),
+                weight=F32, bias=False)  # fmt: skip
+    problem = build(case)
+    ours, _ = run(Library(SOURCE.read_text(), DIRECTORY), problem, (64, 64))
+    x = np.concatenate([np.array(s[0]) for s in problem.sources], axis=-1)
+    w = np.array(problem.weight[0])
+    for seed in (0, 1):
+        theirs = matmul(apple, x, w, seed)
+        np.testing.assert_allclose(theirs, x.astype(np.float64) @ w, rtol=1e-4, atol=1e-5)
+    # Half of the input at a time, since octets are our outermost loop: the order
+    # of the sum is then the same in both.
+    order = np.arange(128).reshape(2, 2, 32).swapaxes(0, 1).ravel()
+    theirs = matmul(apple, np.ascontiguousarray(x[:, order]), np.ascontiguousarray(w[order]), 1)
+    assert (ours[0].astype(np.float32) == theirs).all()
+    # So the comparison can fail: another order gives other bits.
+    assert not (ours[0].astype(np.float32) == matmul(apple, x, w, 1)).all()
