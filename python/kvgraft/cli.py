@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: refused or failed, with the reason on stderr. 2: bad usage.
     130: interrupted.
     """
+    # Its remarks about text longer than a context window do not apply: text is
+    # tokenised whole and then cut.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from kvgraft.commands import build_parser
 
     parser = build_parser()

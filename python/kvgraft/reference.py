@@ -162,9 +162,7 @@ def map_layer(
             parts.append(rows.flatten(-2, -1))
         return mx.concatenate(parts, axis=-1)
 
-    inputs = (
-        [features(None)] * n_heads if heads is None else [features(group) for group in heads]
-    )
+    inputs = [features(None)] * n_heads if heads is None else [features(group) for group in heads]
     mapped = []
     for h in range(n_heads):
         y = inputs[h] @ w[h]

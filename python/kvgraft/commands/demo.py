@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
         "--scored", type=int, default=128, help="tokens scored per document (default: 128)"
     )
     parser.add_argument(
-        "--documents", type=int, help="documents scored (default: 16, own models: 4)"
+        "--documents", type=int, help="documents scored (default: 8, own models: 4)"
     )
     parser.add_argument(
         "--max-tokens", type=int, default=32, help="tokens of each reply (default: 32)"
@@ -184,7 +184,9 @@ def _print_answer(answer: Answer) -> None:
         + (f"   (right: {answer.expected})" if answer.expected else "")
     )
     for name, reply in answer.replies.items():
-        print(f"    {name:22s} {' '.join(reply.split())}", flush=True)
+        # The next line would be the model asking itself another question.
+        line = reply.strip().split("\n")[0]
+        print(f"    {name:22s} {line}", flush=True)
 
 
 def _score(args: argparse.Namespace, demo: Demo, own: bool) -> None:
@@ -192,7 +194,7 @@ def _score(args: argparse.Namespace, demo: Demo, own: bool) -> None:
     from kvgraft.demo.run import verdict
     from kvgraft.progress import bar
 
-    count = args.documents or (4 if own else 16)
+    count = args.documents or (4 if own else 8)
     length = args.prefix + args.scored
     parts = ["heldout_novels"] if own else ["heldout_stories", "heldout_novels"]
     chosen = []

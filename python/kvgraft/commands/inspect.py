@@ -93,5 +93,6 @@ def _print_layers(mapper: Mapper) -> None:
             score = m.scores.get(f"r2_{name}")
             shown = "" if score is None else f"  R2 {score:.3f}"
             print(
-                f"  target {m.target_layer:3d} {name:6s} from {list(part.sources)} heads {plan}{shown}"
+                f"  target {m.target_layer:3d} {name:6s} from {list(part.sources)} heads {plan}"
+                f"{shown}"
             )
