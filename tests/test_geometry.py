@@ -390,14 +390,14 @@ def test_odd_shapes_and_dtypes_are_refused() -> None:
 
 
 def test_unknown_cache_classes_are_refused_by_name() -> None:
-    class RingCache(KVCache):
-        pass
-
     class Own(Toy):
         def make_cache(self) -> list[KVCache]:
-            return [RingCache()]
+            return [self.kind()]
 
-    assert "RingCache, which kvgraft does not know" in only_row(Own()).reason
+    for name in ("RingCache", "KVCache"):  # also one that only has a known name
+        model = Own()
+        model.kind = type(name, (KVCache,), {})
+        assert f"{name}, which kvgraft does not know" in only_row(model).reason
 
 
 def test_a_model_that_fails_is_refused_with_its_own_words() -> None:
