@@ -4,6 +4,7 @@
 #include <mlx/backend/metal/device.h>
 
 #include <algorithm>
+#include <bit>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -160,6 +161,8 @@ std::vector<std::vector<int>> group_sources(const MapLayerSpec& spec,
 
 bool metal_takes(const MapLayerArgs& args, const mx::Stream& stream) {
   if (stream.device != mx::Device::gpu || has_matrix_units()) return false;
+  const auto group = static_cast<unsigned>(args.weight.group_size);
+  if (args.weight.bits && !std::has_single_bit(group)) return false;
   size_t plan = 0;
   if (args.heads) {
     for (const auto& group : *args.heads) plan += group.size();
@@ -190,7 +193,7 @@ void MapLayer::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
   p.heads = out.shape(-3);
   p.out_dim = out.shape(-1);
   p.rotate_pairs = pairs_of(spec.rotate);
-  p.group_size = std::max(spec.group_size, 1);
+  p.group_shift = std::countr_zero(static_cast<unsigned>(std::max(spec.group_size, 1)));
   const int octets = (p.out_dim + 7) / 8;
   p.span = spec.plan.empty() ? p.heads * octets : octets;
   const int spans = spec.plan.empty() ? 1 : p.heads;
@@ -219,12 +222,12 @@ void MapLayer::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
 
   // Rows of the weights: source layers in their order, whatever dispatch they
   // are in.
-  std::vector<int64_t> rows;
-  int64_t row = 0;
+  std::vector<int32_t> rows;
+  int32_t row = 0;
   for (int i = 0; i < spec.sources; ++i) {
     rows.push_back(row);
     const int width = spec.plan.empty() ? inputs[i].shape(-3) : spec.plan_width;
-    row += static_cast<int64_t>(width) * inputs[i].shape(-1);
+    row += width * inputs[i].shape(-1);
   }
 
   const bool few = tokens <= kMaxRows;
@@ -269,8 +272,12 @@ void MapLayer::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
     for (int i = 0; i < p.sources; ++i) {
       const auto& x = inputs[members[i]];
       auto& layer = p.layers[i];
-      layer = {batched ? x.strides(0) : 0, x.strides(-3), x.strides(-2), x.strides(-1),
-               rows[members[i]]};
+      layer = {batched ? x.strides(0) : 0,
+               x.strides(-3),
+               x.strides(-2),
+               x.strides(-1),
+               rows[members[i]],
+               0};
       wide_source = wide_source && layer.dim_stride == 1 &&
                     aligned(x, {layer.batch_stride, layer.head_stride, layer.token_stride});
       whole_words = whole_words && layer.weight_row % 8 == 0;

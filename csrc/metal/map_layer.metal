@@ -183,9 +183,9 @@ Octet read_source(const device uchar* data, constant MapParams& p, long stride, 
 
 // Four weights of one output column, inputs `in` to `in + 3`, out of the groups
 // of one word.
-float4 dequantize(thread const Buffers& b, constant MapParams& p, int head, long in, int out) {
+float4 dequantize(thread const Buffers& b, constant MapParams& p, int head, int in, int out) {
   const device uint* words = (const device uint*)b.weight;
-  const long group = in / p.group_size;
+  const int group = in >> p.group_shift;
   const uint word = words
       [head * p.weight_strides[0] + in * kBits / 32 * p.weight_strides[1] +
        out * p.weight_strides[2]];
@@ -212,7 +212,7 @@ float4 dequantize(thread const Buffers& b, constant MapParams& p, int head, long
 // The weights from an octet of inputs to one output. `row`: the input feature
 // that is dim 0 of the octet's source head.
 Octet read_weights(
-    thread const Buffers& b, constant MapParams& p, int head, long row, int octet, int out) {
+    thread const Buffers& b, constant MapParams& p, int head, int row, int octet, int out) {
   Octet w = {float4(0.0f), float4(0.0f)};
   if (kBits != 0 && kWideWeight) {
     w.lo = dequantize(b, p, head, row + dim_of(octet, 0, p.strip_pairs, kStrip), out);
@@ -222,7 +222,7 @@ Octet read_weights(
   for (int slot = 0; slot < 8; ++slot) {
     const int dim = dim_of(octet, slot, p.strip_pairs, kStrip);
     if (dim < p.source_dim) {
-      const long in = row + dim;
+      const int in = row + dim;
       const float value = kBits != 0
           ? dequantize(b, p, head, in, out).x
           : read_one(
@@ -245,7 +245,7 @@ void finish(
     thread const Buffers& b, constant MapParams& p, Octet y, int batch, int token, int octet) {
   const int per_head = (p.out_dim + 7) / 8;
   const int head = octet / per_head;
-  const int local = octet % per_head;
+  const int within = octet % per_head;
   if (kResume || !kFinish) {
     device float4* partial = (device float4*)b.partial +
         2 * ((long(batch) * p.heads * per_head + octet) * p.tokens + token);
@@ -261,7 +261,7 @@ void finish(
   }
   if (kBiasType != kAbsent) {
     for (int slot = 0; slot < 8; ++slot) {
-      const int dim = dim_of(local, slot, p.rotate_pairs, kRotate);
+      const int dim = dim_of(within, slot, p.rotate_pairs, kRotate);
       if (dim < p.out_dim) {
         const float bias =
             read_one(b.offset, kBiasType, head * p.offset_strides[0] + dim * p.offset_strides[1]);
@@ -273,15 +273,15 @@ void finish(
       }
     }
   }
-  if (kRotate != kNone && 4 * local < p.rotate_pairs) {
+  if (kRotate != kNone && 4 * within < p.rotate_pairs) {
     y = turn(
         y,
-        read_turns(b.rotate_cos, b.rotate_sin, p.rotate, p.rotate_pairs, batch, token, local),
+        read_turns(b.rotate_cos, b.rotate_sin, p.rotate, p.rotate_pairs, batch, token, within),
         kRotate);
   }
   const long row = ((long(batch) * p.heads + head) * p.tokens + token) * p.out_dim;
   for (int slot = 0; slot < 8; ++slot) {
-    const int dim = dim_of(local, slot, p.rotate_pairs, kRotate);
+    const int dim = dim_of(within, slot, p.rotate_pairs, kRotate);
     if (dim < p.out_dim) {
       write_one(b.out, kOutType, row + dim, slot < 4 ? y.lo[slot] : y.hi[slot - 4]);
     }
@@ -371,7 +371,9 @@ template <int BM, int BN>
   constexpr int TURNS = BM * OCTETS / THREADS;
   constexpr int LOADS = BM * LDA + BK * LDB;
   constexpr int SUMS = BM * LDB;
-  threadgroup float memory[LOADS > SUMS ? LOADS : SUMS];
+  // float4, so that vectors in it are aligned.
+  threadgroup float4 vectors[(LOADS > SUMS ? LOADS : SUMS) / 4];
+  threadgroup float* memory = (threadgroup float*)vectors;
   threadgroup float* xs = memory;
   threadgroup float* ws = memory + BM * LDA;
 
@@ -383,6 +385,7 @@ template <int BM, int BN>
   const int span = int(group.x) / p.tiles_per_span;
   const int octet0 = span * p.span + (int(group.x) % p.tiles_per_span) * (BN / 8);
   const int octet_end = (span + 1) * p.span;
+  const int head0 = octet0 / per_head;
   const int row0 = int(simdgroup_id) / 2 * (BM / 2);
   const int col0 = int(simdgroup_id) % 2 * (BN / 2);
 
@@ -391,6 +394,27 @@ template <int BM, int BN>
   for (int i = 0; i < TM; ++i) {
 #pragma clang loop unroll(full)
     for (int j = 0; j < TN; ++j) sums[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  }
+
+  // A thread fetches weights of the same columns in every step. Which they are
+  // takes divisions, so that is worked out once: one octet of outputs if they are
+  // read as vectors, else one output for each task.
+  constexpr int COLUMNS = BN * OCTETS / THREADS;
+  const int own_octet = octet0 + id % (BN / 8);
+  const int own_head = own_octet / per_head;
+  const int own_lo = dim_of(own_octet % per_head, 0, p.rotate_pairs, kRotate);
+  const int own_hi = dim_of(own_octet % per_head, 4, p.rotate_pairs, kRotate);
+  int column_head[COLUMNS];
+  int column_dim[COLUMNS];  // past the end of the head where there is no column
+#pragma clang loop unroll(full)
+  for (int i = 0; i < COLUMNS; ++i) {
+    const int t = id + i * THREADS;
+    const int column = kBits != 0 ? t / OCTETS : t % BN;
+    const int octet = octet0 + column / 8;
+    column_head[i] = octet / per_head;
+    column_dim[i] = octet < octet_end
+        ? dim_of(octet % per_head, column % 8, p.rotate_pairs, kRotate)
+        : p.out_dim;
   }
 
   const int source_octets = (p.source_dim + 7) / 8;
@@ -410,8 +434,8 @@ template <int BM, int BN>
     for (int layer = 0; layer < p.sources; ++layer) {
       const device uchar* source = KVGRAFT_PICK(layer);
       for (int g = 0; g < p.width; ++g) {
-        const int source_head = kPlan ? b.plan[octet0 / per_head * p.width + g] : g;
-        const long row = p.layers[layer].weight_row + g * p.source_dim;
+        const int source_head = kPlan ? b.plan[head0 * p.width + g] : g;
+        const int row = p.layers[layer].weight_row + g * p.source_dim;
         threadgroup_barrier(mem_flags::mem_threadgroup);  // the last step has read
 
 #pragma clang loop unroll(full)
@@ -431,19 +455,15 @@ template <int BM, int BN>
 
         if (kBits == 0 && kWideWeight) {
           // One input a task, eight outputs.
-          for (int t = id; t < BK * BN / 8; t += THREADS) {
-            const int k = t / (BN / 8);
-            const int j = t % (BN / 8);
+          const int j = id % (BN / 8);
+#pragma clang loop unroll(full)
+          for (int k = id / (BN / 8); k < BK; k += THREADS / (BN / 8)) {
             const int dim = dim_of(first + k / 8, k % 8, p.strip_pairs, kStrip);
             Octet w = {float4(0.0f), float4(0.0f)};
-            if (k < 8 * octets && dim < p.source_dim && octet0 + j < octet_end) {
-              const int head = (octet0 + j) / per_head;
-              const int local = (octet0 + j) % per_head;
-              const long at = head * p.weight_strides[0] + (row + dim) * p.weight_strides[1];
-              w.lo = read_four(
-                  b.weight, kWeightType, at + dim_of(local, 0, p.rotate_pairs, kRotate));
-              w.hi = read_four(
-                  b.weight, kWeightType, at + dim_of(local, 4, p.rotate_pairs, kRotate));
+            if (k < 8 * octets && dim < p.source_dim && own_octet < octet_end) {
+              const long at = own_head * p.weight_strides[0] + (row + dim) * p.weight_strides[1];
+              w.lo = read_four(b.weight, kWeightType, at + own_lo);
+              w.hi = read_four(b.weight, kWeightType, at + own_hi);
             }
             *(threadgroup float4*)(ws + k * LDB + 8 * j) = w.lo;
             *(threadgroup float4*)(ws + k * LDB + 8 * j + 4) = w.hi;
@@ -451,14 +471,14 @@ template <int BM, int BN>
         } else {
           // One output a task, eight inputs. Neighbours in a simdgroup take
           // what lies side by side in memory.
-          for (int t = id; t < BN * OCTETS; t += THREADS) {
+#pragma clang loop unroll(full)
+          for (int i = 0; i < COLUMNS; ++i) {
+            const int t = id + i * THREADS;
             const int column = kBits != 0 ? t / OCTETS : t % BN;
             const int o = kBits != 0 ? t % OCTETS : t / BN;
-            const int octet = octet0 + column / 8;
-            const int out_dim = dim_of(octet % per_head, column % 8, p.rotate_pairs, kRotate);
             Octet w = {float4(0.0f), float4(0.0f)};
-            if (o < octets && octet < octet_end && out_dim < p.out_dim) {
-              w = read_weights(b, p, octet / per_head, row, first + o, out_dim);
+            if (o < octets && column_dim[i] < p.out_dim) {
+              w = read_weights(b, p, column_head[i], row, first + o, column_dim[i]);
             }
 #pragma clang loop unroll(full)
             for (int slot = 0; slot < 8; ++slot) {
@@ -523,8 +543,10 @@ template <int ROWS>
   constexpr int COLUMNS = 32;
   constexpr int LANES = THREADS / COLUMNS;  // that share a column
   constexpr int OCTETS = 16;                // of the inputs, a step
-  threadgroup float xs[ROWS * 8 * OCTETS];
-  threadgroup float sums[LANES * ROWS * COLUMNS];
+  threadgroup float4 x_vectors[ROWS * 2 * OCTETS];
+  threadgroup float4 sum_vectors[LANES * ROWS * COLUMNS / 4];
+  threadgroup float* xs = (threadgroup float*)x_vectors;
+  threadgroup float* sums = (threadgroup float*)sum_vectors;
 
   const Buffers b = KVGRAFT_BUFFERS;
   const int id = int(thread_id);
@@ -534,11 +556,13 @@ template <int ROWS>
   const int span = int(group.x) / p.tiles_per_span;
   const int octet0 = span * p.span + (int(group.x) % p.tiles_per_span) * (COLUMNS / 8);
   const int octet_end = (span + 1) * p.span;
+  const int head0 = octet0 / per_head;
   // A simdgroup reads along what lies side by side: outputs in plain weights,
   // inputs in quantised ones.
   const int column = kBits != 0 ? id / LANES : id % COLUMNS;
   const int lane = kBits != 0 ? id % LANES : id / COLUMNS;
   const int octet = octet0 + column / 8;
+  const int head = octet / per_head;
   const int out_dim = dim_of(octet % per_head, column % 8, p.rotate_pairs, kRotate);
   const bool has_column = octet < octet_end && out_dim < p.out_dim;
 
@@ -550,8 +574,8 @@ template <int ROWS>
   for (int layer = 0; layer < p.sources; ++layer) {
     const device uchar* source = KVGRAFT_PICK(layer);
     for (int g = 0; g < p.width; ++g) {
-      const int source_head = kPlan ? b.plan[octet0 / per_head * p.width + g] : g;
-      const long row = p.layers[layer].weight_row + g * p.source_dim;
+      const int source_head = kPlan ? b.plan[head0 * p.width + g] : g;
+      const int row = p.layers[layer].weight_row + g * p.source_dim;
       for (int first = 0; first < source_octets; first += OCTETS) {
         const int octets = min(OCTETS, source_octets - first);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // the last step has read
@@ -576,7 +600,7 @@ template <int ROWS>
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (has_column) {
           for (int o = lane; o < octets; o += LANES) {
-            const Octet w = read_weights(b, p, octet / per_head, row, first + o, out_dim);
+            const Octet w = read_weights(b, p, head, row, first + o, out_dim);
 #pragma clang loop unroll(full)
             for (int r = 0; r < ROWS; ++r) {
               const float4 lo = *(threadgroup float4*)(xs + (r * OCTETS + o) * 8);

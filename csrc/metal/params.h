@@ -17,7 +17,8 @@ struct MapSource {
   int64_t head_stride;
   int64_t token_stride;
   int64_t dim_stride;
-  int64_t weight_row;  // the input feature that is dim 0 of this layer's first head
+  int32_t weight_row;  // the input feature that is dim 0 of this layer's first head
+  int32_t padding;
 };
 
 struct MapTable {  // [batch, tokens, pairs]
@@ -36,7 +37,7 @@ struct MapParams {
   int32_t rotate_pairs;
   int32_t span;            // octets that one set of source heads feeds
   int32_t tiles_per_span;  // along the target's octets
-  int32_t group_size;
+  int32_t group_shift;     // a group has 1 << group_shift inputs
   int32_t padding;
   // [heads, in, out], or [heads, in in words, out] when quantised.
   int64_t weight_strides[3];

@@ -74,14 +74,14 @@ def pack(parameters: dict[str, object]) -> bytes:
         "<12i",
         *(int(p[k]) for k in (  # type: ignore[call-overload]
             "tokens", "heads", "out_dim", "source_dim", "sources", "width", "strip_pairs",
-            "rotate_pairs", "span", "tiles_per_span", "group_size",
+            "rotate_pairs", "span", "tiles_per_span", "group_shift",
         )),
         0,
     )  # fmt: skip
     for key in ("weight", "scale", "bias", "offset", "strip", "rotate"):
         out += struct.pack(f"<{len(p[key])}q", *p[key])  # type: ignore[arg-type, misc]
     for layer in p["layers"]:  # type: ignore[attr-defined]
-        out += struct.pack("<5q", *layer)
+        out += struct.pack("<4q2i", *layer, 0)
     return out + bytes(40 * (MAX_SOURCES - int(p["sources"])))  # type: ignore[call-overload]
 
 
@@ -217,7 +217,8 @@ def run(
                 "tokens": tokens, "heads": heads, "out_dim": out_dim, "source_dim": dim,
                 "sources": len(chunk), "width": width_of[chunk[0]], "strip_pairs": pairs,
                 "rotate_pairs": rotate[3], "span": span, "tiles_per_span": per_span,
-                "group_size": group or 1, "weight": strides, "scale": scale, "bias": bias,
+                "group_shift": max(group, 1).bit_length() - 1, "weight": strides,
+                "scale": scale, "bias": bias,
                 "offset": [out_dim, 1], "strip": strip_strides, "rotate": rotate[2],
                 "layers": layers,
             }),

@@ -127,16 +127,14 @@ MUTATIONS = (
     Mutation("scale of a group lost", "steps * scale + bias", "steps + bias"),
     Mutation("bias of a group lost", "steps * scale + bias", "steps * scale"),
     Mutation(
-        "first group for all", "const long group = in / p.group_size;", "const long group = 0;"
+        "first group for all", "const int group = in >> p.group_shift;", "const int group = 0;"
     ),
     Mutation("bits not shifted", "uint(in * kBits % 32)", "0u"),
     Mutation("saturation lost", "value = value > limit ? limit : value;", ""),
-    Mutation("head plan ignored", "kPlan ? b.plan[octet0 / per_head * p.width + g] : g", "g"),
-    Mutation(
-        "head plan of the next head", "b.plan[octet0 / per_head", "b.plan[(octet0 + 8) / per_head"
-    ),
+    Mutation("head plan ignored", "kPlan ? b.plan[head0 * p.width + g] : g", "g"),
+    Mutation("head plan of the next head", "b.plan[head0", "b.plan[(head0 + 1)"),
     Mutation("weights of the first layer for all", "p.layers[layer].weight_row + g", "g"),
-    Mutation("weights of head 0", "head * p.weight_strides[0]", "0", -1),
+    Mutation("weights of head 0", "own_head * p.weight_strides[0]", "0"),
     Mutation("layers before lost", "if (kResume) {", "if (false) {"),
     Mutation("one simdgroup's columns twice", "int(simdgroup_id) % 2 * (BN / 2)", "0"),
     Mutation("threadgroup memory too small", "LOADS > SUMS ? LOADS : SUMS", "LOADS - 40"),

@@ -77,6 +77,10 @@ DEFECTS = {
     ),
     "unset matrix stored": (f"{MATRIX} simdgroup_store(m, s, 8ul); a[i] = 1.0f;", "UNINIT"),
     "misaligned vector": ("a[i] = (*(const device float4*)(b + 1)).x;", "UNDEFINED|OUT-OF"),
+    "vector in an array of floats": (
+        "if (t < 16) *(threadgroup float4*)(s + 4 * t) = float4(1.0f); a[i] = b[i];",
+        "UNDEFINED|OUT-OF",
+    ),
     "private array overrun": (
         "float x[4] = {b[i], b[i], b[i], b[i]}; x[n + 1] = 0.0f; a[i] = x[0];",
         "UNDEFINED",

@@ -146,10 +146,10 @@ def test_params_are_what_the_header_says():
     names = re.findall(r"(?:int32_t|int64_t|MapTable|MapSource) (\w+)", body[1])
     assert names == [
         "tokens", "heads", "out_dim", "source_dim", "sources", "width", "strip_pairs",
-        "rotate_pairs", "span", "tiles_per_span", "group_size", "padding", "weight_strides",
+        "rotate_pairs", "span", "tiles_per_span", "group_shift", "padding", "weight_strides",
         "scale_strides", "bias_strides", "offset_strides", "strip", "rotate", "layers",
     ]  # fmt: skip
-    assert struct.calcsize("<12i23q") + MAX_SOURCES * struct.calcsize("<5q") <= 4096  # setBytes
+    assert struct.calcsize("<12i23q") + MAX_SOURCES * struct.calcsize("<4q2i") <= 4096  # setBytes
 
 
 def test_host_and_kernel_agree():

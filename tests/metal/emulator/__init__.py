@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import mmap
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -61,8 +62,11 @@ class EmulatorError(Exception):
 
 
 def missing_tools() -> list[str]:
-    """Programs that the emulator needs and this machine lacks."""
-    return [tool for tool in TOOLS if shutil.which(tool) is None]
+    """What the emulator needs and this machine lacks."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        missing.append("Linux on x86-64")
+    return missing
 
 
 @dataclass

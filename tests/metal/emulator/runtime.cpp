@@ -233,7 +233,9 @@ void check(const void* pointer, size_t n, bool write, const void* at) {
   int buffer = -1;
   const Kind kind = locate(a, n, bytes, buffer);
   if (kind == kElsewhere) {
-    if (a >= launch->image[0] && a < launch->image[1]) return;
+    const auto base = reinterpret_cast<uintptr_t>(arena);  // may adjoin the image
+    const bool shared = a >= base && a < base + kArena;
+    if (!shared && a >= launch->image[0] && a < launch->image[1]) return;
     if (launch->checks) out_of_bounds(a, n, write, at);
     return;
   }
@@ -463,10 +465,11 @@ void emulator_multiply(const float* a, const float* b, const float* c, float* d)
   }
 }
 
-void* emulator_threadgroup_array(unsigned long size) {
+void* emulator_threadgroup_array(unsigned long size, unsigned long alignment) {
   const unsigned index = fibers[current].arrays++;
   if (index < arrays.size()) return arena + arrays[index].at;
-  arrays.push_back({(arena_top + 15) / 16 * 16, size});
+  const size_t shift = alignment < 16 ? alignment : 0;
+  arrays.push_back({(arena_top + 15) / 16 * 16 + shift, size});
   memset(arena + arrays.back().at, 0xff, std::min(size, kArena - arrays.back().at));
   arena_top = arrays.back().at + size + kRedzone;
   size_t used = 0;

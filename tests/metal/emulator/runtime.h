@@ -25,7 +25,8 @@ EMULATOR_SYNC void emulator_uniform(unsigned long a, unsigned long b, unsigned k
 // d = a * b + c on 8x8 matrices, two adjacent elements of a row a lane.
 EMULATOR_SYNC void emulator_multiply(const float* a, const float* b, const float* c, float* d);
 // A threadgroup array: the same memory for the n-th call of every thread.
-void* emulator_threadgroup_array(unsigned long size);
+// It is aligned as its elements need and no better, as Metal may place it.
+void* emulator_threadgroup_array(unsigned long size, unsigned long alignment);
 unsigned emulator_lane();
 void emulator_fail(const char* what);
 }

@@ -131,7 +131,7 @@ SHIM_INLINE void simdgroup_multiply_accumulate(
 // by position.
 template <class A>
 SHIM_INLINE threadgroup A& shim_threadgroup() {
-  return *(threadgroup A*)emulator_threadgroup_array(sizeof(A));
+  return *(threadgroup A*)emulator_threadgroup_array(sizeof(A), alignof(A));
 }
 #define SHIM_THREADGROUP(name, ...) auto& name = shim_threadgroup<__VA_ARGS__>()
 
