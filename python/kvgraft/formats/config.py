@@ -141,7 +141,7 @@ def from_config(config: Any, where: str) -> Mapper:
         raise FormatError(f"{where} lacks the entry {error}. {_AGAIN}") from error
     except GeometryError as error:
         raise FormatError(f"{where} contradicts itself: {error} {_AGAIN}") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FormatError(f"{where} can't be read: {error}. {_AGAIN}") from error
     return mapper
 

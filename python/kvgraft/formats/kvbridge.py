@@ -104,7 +104,7 @@ def read(path: str | os.PathLike[str], *, source: ModelGeometry, target: ModelGe
         raise FormatError(f"{where} lacks the entry {error}. Get the artifact again.") from error
     except GeometryError as error:
         raise FormatError(f"{where} contradicts itself: {error}") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         if isinstance(error, PairMismatchError):
             raise
         raise FormatError(f"{where} can't be read: {error}. Get the artifact again.") from error
