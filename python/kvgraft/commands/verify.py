@@ -19,5 +19,6 @@ def run(args: argparse.Namespace) -> int:
     """Check every byte; print what was checked."""
     from kvgraft import artifact
 
-    print(artifact.verify(args.mapper))
-    return 0
+    report = artifact.verify(args.mapper)
+    print(report)
+    return 0 if report.ok else 1
