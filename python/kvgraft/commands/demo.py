@@ -73,9 +73,12 @@ def run(args: argparse.Namespace) -> int:
     timing = demo.time_switch(context, repeats=1 if own else 3)
     _print_timing(timing)
     print("\nGoing on from there (greedy)")
+    answers = []
     for question, expected in conversation.questions:
         tokens = list(source.tokenizer.encode(question, add_special_tokens=False))
-        _print_answer(demo.ask(context, tokens, question, expected, args.max_tokens))
+        answers.append(demo.ask(context, tokens, question, expected, args.max_tokens))
+        _print_answer(answers[-1])
+    _print_right(answers)
     _score(args, demo, own)
     return 0
 
@@ -187,6 +190,17 @@ def _print_answer(answer: Answer) -> None:
         # The next line would be the model asking itself another question.
         line = reply.strip().split("\n")[0]
         print(f"    {name:22s} {line}", flush=True)
+
+
+def _print_right(answers: list[Answer]) -> None:
+    """How many answers were right, by arm; nothing where no answer is known."""
+    known = [answer for answer in answers if answer.expected]
+    if not known:
+        return
+    counts = {name: sum(answer.right(name) for answer in known) for name in known[0].replies}
+    print(f"\nRight answers of {len(known)}")
+    for name, count in counts.items():
+        print(f"  {name:22s} {count}")
 
 
 def _score(args: argparse.Namespace, demo: Demo, own: bool) -> None:

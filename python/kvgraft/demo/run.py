@@ -60,6 +60,11 @@ class Answer:
     expected: str | None
     replies: dict[str, str]
 
+    def right(self, arm: str) -> bool:
+        """Whether the arm's first line holds the expected answer."""
+        line = self.replies[arm].strip().split("\n")[0]
+        return self.expected is not None and self.expected in line
+
 
 SOURCE_ALONE = "source alone"
 NATIVE = "target, its own cache"

@@ -1,0 +1,1 @@
+"""Makes the small trained pair that the package ships for its offline demo."""
