@@ -33,12 +33,18 @@ def add_parser(subparsers: Any) -> None:
     )
     need.add_argument("--out", required=True, help="folder of the mapper")
     how = parser.add_argument_group("how")
-    how.add_argument("--k", type=_k, default=8, help="source layers per target layer, or 'all'")
+    how.add_argument(
+        "--select",
+        choices=["nll", "fixed"],
+        default="nll",
+        help="choose --k and --plan by the target's loss on held-out text unless they are given, "
+        "or take 8 and 'full'",
+    )
+    how.add_argument("--k", type=_k, help="source layers per target layer, or 'all'")
     how.add_argument("--k-values", type=_k, help="the same for values only")
     how.add_argument(
         "--plan",
         choices=["full", "local", "grouped"],
-        default="full",
         help="source heads per target head",
     )
     how.add_argument(
@@ -75,6 +81,10 @@ def add_parser(subparsers: Any) -> None:
     text.add_argument(
         "--chat", action="store_true", help="apply the chat template to JSONL messages"
     )
+    text.add_argument("--documents", type=int, default=8, help="held-out sequences for --select nll")
+    text.add_argument(
+        "--prefix", type=int, help="their tokens that are handed over (default: 768, or 3/4)"
+    )
     cost = parser.add_argument_group("memory and time")
     cost.add_argument("--memory-limit", type=_size, metavar="SIZE", help="such as 12G")
     cost.add_argument(
@@ -97,9 +107,15 @@ def run(args: argparse.Namespace) -> int:
 
     names = (
         "k k_values plan selection layers ridge_lambda lambda_convention weights sequences "
-        "seq_len stride skip heldout chat memory_limit sequential"
+        "seq_len stride skip heldout chat documents prefix memory_limit sequential"
     ).split()
-    config = FitConfig(**{name: getattr(args, name) for name in names})
+    settings = {name: getattr(args, name) for name in names}
+    chosen = args.select == "nll"
+    if settings["k"] is None:
+        settings["k"] = "auto" if chosen and args.k_values is None else 8
+    if settings["plan"] is None:
+        settings["plan"] = "auto" if chosen else "full"
+    config = FitConfig(**settings)
     with bar("fitting", "step") as progress:
         mapper = fit(
             args.source,

@@ -13,7 +13,7 @@ _CHOICES = {
     "lambda_convention": ("gram", "covariance"),
     "selection": ("heldout", "paper"),
     "layers": ("shared", "separate"),
-    "plan": ("full", "local", "grouped"),
+    "plan": ("full", "local", "grouped", "auto"),
     "weights": ("float32", "float16", "bfloat16", "8bit", "4bit"),
     "structure": ("auto", "full", "heads"),
 }
@@ -24,7 +24,8 @@ class FitConfig:
     """Settings of a fit. The defaults follow the paper, except for ``selection``.
 
     Attributes:
-        k: Source layers per target layer, or ``"all"``.
+        k: Source layers per target layer, ``"all"``, or ``"auto"``: chosen by the
+            target's loss on held-out text; see :mod:`kvgraft.fit.choose`.
         k_values: The same for values only; ``None`` takes ``k``.
         ridge_lambda: λ of the ridge.
         lambda_convention: ``"gram"``: added to the centred Gram matrix, as in
@@ -36,7 +37,8 @@ class FitConfig:
             by the mean of their scores (the paper). ``"separate"``: each by its
             own.
         plan: Source heads per target head: ``"full"`` (all of them, the paper),
-            ``"local"`` (the one of the same index), ``"grouped"``.
+            ``"local"`` (the one of the same index), ``"grouped"``, or ``"auto"``:
+            chosen like ``k``.
         groups: The ``"grouped"`` plan: one list of source heads per target head,
             all of one length; ``None`` splits the source heads evenly.
         sequences: Calibration sequences.
@@ -46,6 +48,9 @@ class FitConfig:
             keys are attention sinks.
         heldout: Share of the sequences that is held out.
         chat: Apply the tokenizer's chat template to JSONL ``messages``.
+        documents: Held-out sequences that ``"auto"`` compares losses on.
+        prefix: Tokens of each that the target has as a mapped cache; the rest is
+            scored. ``None``: 768, or three quarters of a shorter sequence.
         content_space: Take RoPE off the keys before fitting (section 3.3 of the
             paper).
         weights: How the weights are stored: ``"float32"``, ``"float16"``,
@@ -75,6 +80,8 @@ class FitConfig:
     skip: int = 0
     heldout: float = 0.1
     chat: bool = False
+    documents: int = 8
+    prefix: int | None = None
     content_space: bool = True
     weights: str = "float16"
     group_size: int = 64
@@ -91,9 +98,11 @@ class FitConfig:
                 )
         for name in ("k", "k_values"):
             value = getattr(self, name)
-            good = value == "all" or (isinstance(value, int) and value >= 1)
-            if not good and not (name == "k_values" and value is None):
+            words = ("all", "auto") if name == "k" else ("all", None)
+            if value not in words and not (isinstance(value, int) and value >= 1):
                 raise FitError(f"FitConfig: {name} must be 1 or more, or 'all'; got {value!r}.")
+        if self.k == "auto" and self.k_values is not None:
+            raise FitError("FitConfig: k='auto' chooses k_values too; leave it out.")
         if not (self.ridge_lambda >= 0 and self.ridge_lambda < float("inf")):
             raise FitError(f"FitConfig: λ must be 0 or more, got {self.ridge_lambda}.")
         if self.sequences < 2 or self.seq_len < 2 or self.stride < 1 or self.skip < 0:
@@ -110,12 +119,19 @@ class FitConfig:
                 raise FitError("FitConfig: groups go with plan='grouped'.")
             if len({len(g) for g in self.groups}) != 1 or not self.groups[0]:
                 raise FitError("FitConfig: every group must list the same number of heads.")
-        if self.structure == "heads" and self.plan != "local":
+        if self.documents < 1 or (self.prefix is not None and self.prefix < 2):
+            raise FitError("FitConfig: documents must be at least 1, prefix at least 2.")
+        if self.structure == "heads" and self.plan not in ("local", "auto"):
             raise FitError("FitConfig: structure 'heads' serves the plan 'local' only.")
         if self.group_size not in (32, 64, 128):
             raise FitError(f"FitConfig: group_size must be 32, 64 or 128; got {self.group_size}.")
         if self.memory_limit is not None and self.memory_limit <= 0:
             raise FitError("FitConfig: memory_limit must be positive.")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether something is to be chosen by loss."""
+        return "auto" in (self.k, self.plan)
 
     @property
     def k_of_values(self) -> int | str:

@@ -16,11 +16,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvgraft.caches import check_mappable
 from kvgraft.errors import FitError, GeometryError
 from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
+from kvgraft.fit.choose import Documents, choose, read_documents, trace
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.moments import LayerRows, Moments, MomentSet, common_heads
-from kvgraft.fit.plan import FitPlan, Part, plan_fit
+from kvgraft.fit.plan import FitPlan, Part, plan_fit, solve_bytes
+from kvgraft.fit.ridge import penalty
+from kvgraft.fit.select import LayerScores, score_layers
 from kvgraft.fit.solve import solve_mapper
 from kvgraft.fit.text import CalibrationText, TextLike, read_text
 from kvgraft.fit.work import WorkFolder
@@ -103,13 +107,21 @@ class GatheredMoments:
     source_model: ModelIdentity | None = None
     target_model: ModelIdentity | None = None
 
-    def solve(self, config: FitConfig | None = None, *, progress: Progress | None = None) -> Mapper:
+    def solve(
+        self,
+        config: FitConfig | None = None,
+        *,
+        scores: LayerScores | None = None,
+        progress: Progress | None = None,
+    ) -> Mapper:
         """A mapper out of these moments; the models are not needed.
 
         Args:
             config: k, λ, plan, selection and weights to use; its settings about
                 text are taken from the moments. Default: the config that they
                 were gathered with.
+            scores: Single-source scores of an earlier call; see
+                :func:`solve_mapper`.
             progress: Called with (layers done, layers in all).
 
         Raises:
@@ -118,7 +130,7 @@ class GatheredMoments:
         chosen = self.config if config is None else config
         for name in ("content_space", "stride", "skip", "seq_len"):
             chosen = replace(chosen, **{name: getattr(self.config, name)})
-        mapper = solve_mapper(self.fit, self.heldout, chosen, progress=progress)
+        mapper = solve_mapper(self.fit, self.heldout, chosen, scores=scores, progress=progress)
         mapper.fit |= self.facts
         mapper.source_model, mapper.target_model = self.source_model, self.target_model
         return mapper
@@ -161,8 +173,8 @@ def fit_mapper(
             ``work`` folder, if given, is left behind.
     """
     cfg = FitConfig() if config is None else config
-    with _gathered(source, target, text, cfg, work, progress, notify) as (moments, steps):
-        return moments.solve(progress=steps)
+    with _gathered(source, target, text, cfg, work, progress, notify) as (moments, stage):
+        return stage.finish(moments)
 
 
 def gather(
@@ -218,7 +230,7 @@ def _gathered(
     notify: Callable[[str], None] | None,
     *,
     keep: bool = False,
-) -> Iterator[tuple[GatheredMoments, Progress | None]]:
+) -> Iterator[tuple[GatheredMoments, _LastStage]]:
     """The moments of a pair, for as long as they are solved."""
     started = time.perf_counter()
     tell = notify if notify is not None else _quiet
@@ -251,7 +263,7 @@ def _gathered(
     clock = _Clock(progress, total)
     with _work_folder(work, plan, sides, calibration, config, keep) as folder:
         gatherer = _Gatherer(sides, calibration, config, plan, folder, clock)
-        moments = gatherer.run()
+        fitted, heldout = gatherer.run()
         facts = {
             "text": calibration.describe(),
             "stride": config.stride,
@@ -259,11 +271,69 @@ def _gathered(
             "seconds": round(time.perf_counter() - started, 1),
             "seconds_models": round(gatherer.model_seconds, 1),
         }
-        steps = clock.rest()
-        yield (
-            GatheredMoments(*moments, config, facts, sides[0].identity, sides[1].identity),
-            steps,
+        moments = GatheredMoments(
+            fitted, heldout, config, facts, sides[0].identity, sides[1].identity
         )
+        yield moments, _LastStage(config, plan, sides, gatherer.documents, clock, tell)
+        for side in sides:
+            side.release()
+
+
+@dataclass(frozen=True)
+class _LastStage:
+    """From moments to the mapper, while the target may still be there."""
+
+    config: FitConfig
+    plan: FitPlan
+    sides: tuple[_Side, _Side]
+    documents: Documents | None
+    clock: _Clock
+    tell: Callable[[str], None]
+
+    def finish(self, moments: GatheredMoments) -> Mapper:
+        """The mapper that the config asks for."""
+        if not self.config.is_auto:
+            return moments.solve(progress=self.clock.rest())
+        if self.documents is None:
+            config = replace(self.config, k=_settled(self.config.k, 8), plan=self._plan())
+            self.tell(
+                "The caches of this pair cannot be handed over yet (sliding windows), so k and "
+                f"plan cannot be chosen by loss; taking k={config.k} and plan '{config.plan}'."
+            )
+            return moments.solve(config, progress=self.clock.rest())
+        source, target = (side.geometry for side in self.sides)
+        ridge = penalty(
+            self.config.ridge_lambda, self.config.lambda_convention, moments.fit.count("keys")
+        )
+        scores = score_layers(moments.fit, moments.heldout, rule=self.config.selection, ridge=ridge)
+        mapper, trials = choose(
+            lambda config: moments.solve(config, scores=scores),
+            self.documents,
+            self.sides[1].model(),
+            source,
+            target,
+            self.config,
+            fits=self._fits,
+            notify=self.tell,
+        )
+        self.clock.step(len(target.layers))
+        mapper.fit["choice"] = trace(self.documents, trials)
+        return mapper
+
+    def _plan(self) -> str:
+        if self.config.plan != "auto":
+            return self.config.plan
+        return "local" if self.plan.structure == "heads" else "full"
+
+    def _fits(self, config: FitConfig) -> bool:
+        limit = self.config.memory_limit
+        source, target = (side.geometry for side in self.sides)
+        needed = solve_bytes(source, target, config) - self.plan.solve_bytes
+        return limit is None or self.plan.peak_bytes + max(0, needed) <= limit
+
+
+def _settled(k: int | str, default: int) -> int | str:
+    return default if k == "auto" else k
 
 
 def _calibrate(text: Text, tokenizer: Any, config: FitConfig) -> CalibrationText:
@@ -384,19 +454,33 @@ class _Gatherer:
             Stripper(s.geometry, self._positions, s.who, content_space=config.content_space)
             for s in sides
         ]
+        self._config = config
         self.model_seconds = 0.0
+        self.documents: Documents | None = None
 
     def run(self) -> tuple[MomentSet, MomentSet]:
         """The moments of the fitted and of the held-out text."""
+        if self._config.is_auto:
+            self.documents = self._read_documents()
         if self._plan.sequential:
             self._store_source_rows()
         parts: list[list[Moments]] = [[], []]
         for index in range(len(self._plan.passes)):
             for n, group in enumerate(self._one_pass(index)):
                 parts[n] += group
-        for side in self._sides:
-            side.release()
+        self._sides[0].release()
         return MomentSet(parts[0]), MomentSet(parts[1])
+
+    def _read_documents(self) -> Documents | None:
+        """Held-out text as the source caches it; ``None`` where it cannot be handed over."""
+        tokens = self._text.tokens[self._text.heldout][: self._config.documents]
+        prefix = self._config.prefix or min(768, self._text.seq_len * 3 // 4)
+        try:
+            for side in self._sides:
+                check_mappable(side.geometry, side.who)
+        except GeometryError:
+            return None
+        return read_documents(self._sides[0].model(), tokens, prefix)
 
     def _store_source_rows(self) -> None:
         """Write the source's rows of all sequences to disk, and let the source go."""

@@ -8,14 +8,15 @@ gathering a part: keys or values, some heads, some target layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.moments import KINDS, Columns, Moments, common_heads
 from kvgraft.geometry import ModelGeometry
 
-__all__ = ["FitPlan", "Part", "plan_fit"]
+__all__ = ["FitPlan", "Part", "plan_fit", "solve_bytes"]
 
 _WORKING_BYTES = 256 << 20
 """Allowed for a model's activations and the interpreter; an estimate."""
@@ -118,6 +119,14 @@ def plan_fit(
     """
     structure = config.structure
     n_heads = common_heads(source, target)
+    if structure == "auto" and config.plan == "auto":
+        facts: dict[str, Any] = {"model_bytes": model_bytes, "rows": rows, "sequences": sequences}
+        try:
+            return plan_fit(source, target, replace(config, structure="full"), **facts)
+        except FitError:
+            if n_heads is None:
+                raise
+        return plan_fit(source, target, replace(config, structure="heads"), **facts)
     if structure == "auto":
         structure = "heads" if config.plan == "local" and n_heads is not None else "full"
     if rows is None:
@@ -126,11 +135,8 @@ def plan_fit(
         )
     n_sequences = config.sequences if sequences is None else sequences
     heads = tuple(range(n_heads or 0)) if structure == "heads" else None
-    in_dim = max(_in_dim(source, kind, config, structure) for kind in KINDS)
-    out_dim = max(layer.n_kv_heads * max(layer.key_dim, layer.value_dim) for layer in target.layers)
-    # The system, the weights while they are solved and stored, and what the
-    # scores need.
-    solve_bytes = 8 * (in_dim * in_dim + 6 * in_dim * out_dim)
+    in_dim = max(_in_dim(source, kind, config) for kind in KINDS)
+    largest = _solve_bytes(target, in_dim)
     models = max(model_bytes) if config.sequential else sum(model_bytes)
     source_row_bytes = _row_bytes(source)
     per_sequence = len(range(config.skip, config.seq_len, config.stride))
@@ -146,7 +152,7 @@ def plan_fit(
             models,
             _capture_bytes(source, target, config),
             max(sum(part.nbytes for part in one) for one in passes),
-            solve_bytes,
+            largest,
             base_disk + (total if spill else 0),
             rows,
             in_dim,
@@ -187,11 +193,25 @@ def plan_fit(
     )
 
 
-def _in_dim(source: ModelGeometry, kind: str, config: FitConfig, structure: str) -> int:
+def solve_bytes(source: ModelGeometry, target: ModelGeometry, config: FitConfig) -> int:
+    """Memory of the largest system of a config whose k and plan are settled."""
+    in_dim = max(_in_dim(source, kind, config) for kind in KINDS)
+    return _solve_bytes(target, in_dim)
+
+
+def _solve_bytes(target: ModelGeometry, in_dim: int) -> int:
+    # The system, the weights while they are solved and stored, and what the
+    # scores need.
+    out_dim = max(layer.n_kv_heads * max(layer.key_dim, layer.value_dim) for layer in target.layers)
+    return 8 * (in_dim * in_dim + 6 * in_dim * out_dim)
+
+
+def _in_dim(source: ModelGeometry, kind: str, config: FitConfig) -> int:
+    """Features of a system; of the smallest candidate where k is to be chosen."""
     columns = Columns.of(source, kind)
-    k = config.k if kind == "keys" else config.k_of_values
+    k = 1 if config.k == "auto" else config.k if kind == "keys" else config.k_of_values
     n = len(columns.dims) if k == "all" else min(int(k), len(columns.dims))
-    widths = columns.dims if config.plan == "local" else columns.widths
+    widths = columns.dims if config.plan in ("local", "auto") else columns.widths
     return sum(sorted(widths, reverse=True)[:n])
 
 

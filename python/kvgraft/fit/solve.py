@@ -113,6 +113,10 @@ def solve_mapper(
         FitError: If the plan does not fit the pair, moments are missing, or a
             layer cannot be fitted.
     """
+    if config.is_auto:
+        raise FitError(
+            "Choosing k or the plan by loss needs the models; use fit_mapper, or give both here."
+        )
     fit = as_set(moments)
     test = None if heldout is None else as_set(heldout)
     chosen = list(range(len(fit.target.layers)) if targets is None else targets)
