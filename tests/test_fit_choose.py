@@ -22,7 +22,14 @@ from kvgraft.probe import read_geometry
 from kvgraft.quality.nll import continuation_nll
 
 AUTO = FitConfig(
-    sequences=10, seq_len=48, stride=1, k="auto", plan="auto", documents=2, weights="float32"
+    sequences=10,
+    seq_len=48,
+    stride=1,
+    k="auto",
+    plan="auto",
+    documents=2,
+    heldout=0.2,
+    weights="float32",
 )
 
 

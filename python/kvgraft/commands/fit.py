@@ -81,7 +81,7 @@ def add_parser(subparsers: Any) -> None:
     text.add_argument(
         "--chat", action="store_true", help="apply the chat template to JSONL messages"
     )
-    text.add_argument("--documents", type=int, default=8, help="held-out sequences for --select nll")
+    text.add_argument("--documents", type=int, default=8, help="held-out sequences scored on")
     text.add_argument(
         "--prefix", type=int, help="their tokens that are handed over (default: 768, or 3/4)"
     )
