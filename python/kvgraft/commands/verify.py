@@ -21,4 +21,5 @@ def run(args: argparse.Namespace) -> int:
 
     report = artifact.verify(args.mapper)
     print(report)
-    return 0 if report.ok else 1
+    report.raise_first()
+    return 0
