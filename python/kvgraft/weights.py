@@ -77,7 +77,5 @@ def quantize(weight: mx.array, *, bits: int, group_size: int = 64) -> AffineWeig
             f"in_dim {weight.shape[1]} is not a multiple of the group size {group_size}; "
             "use a smaller group (32, 64 or 128) or keep these weights unquantised."
         )
-    packed, scales, biases = mx.quantize(
-        weight.swapaxes(-1, -2), group_size=group_size, bits=bits
-    )
+    packed, scales, biases = mx.quantize(weight.swapaxes(-1, -2), group_size=group_size, bits=bits)
     return AffineWeight(packed, scales, biases, group_size, bits)
