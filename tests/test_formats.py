@@ -132,7 +132,8 @@ def test_a_map_of_rotated_keys(tmp_path):
     mapper = kvgraft.load_mapper(folder)
     assert not mapper.content_space
     theirs = vq.transfer_cache(SOURCE_KV, vq.load_mapper(folder))
-    assert_alike(theirs, kvgraft.transfer_cache(SOURCE_KV, mapper), 1e-6)
+    # Float32 sums in another order: whose order theirs has depends on the BLAS.
+    assert_alike(theirs, kvgraft.transfer_cache(SOURCE_KV, mapper), 4e-6)
 
 
 def test_our_float16_keys_are_the_closer_ones(folder):
