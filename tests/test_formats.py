@@ -101,7 +101,7 @@ def assert_alike(theirs: dict[int, Any], ours: dict[int, Any], limit: float) -> 
         assert v.shape == vv.shape and v.dtype == vv.dtype
         assert oracle.nmse(oracle.to_numpy(kk), oracle.to_numpy(k)) ** 0.5 < limit
         # One step for values too, though on most machines they are bit-equal.
-        step = {mx.float32: 1e-6, **LIMIT}[v.dtype]
+        step = {mx.float32: 4e-6, **LIMIT}[v.dtype]
         assert oracle.nmse(oracle.to_numpy(vv), oracle.to_numpy(v)) ** 0.5 < step
 
 
@@ -246,7 +246,7 @@ def test_they_read_what_we_export(tmp_path, dtype, offset):
         ({"heads": [[0], [1]]}, 1e-5),
         ({"heads": [[1], [0]]}, 1e-5),
         ({"heads": [[1, 0], [0, 0]]}, 1e-5),
-        ({"content_space": False}, 1e-6),
+        ({"content_space": False}, 4e-6),
     ],
     ids=["f16", "bf16", "8bit", "4bit", "local", "crossed", "repeated", "rotated"],
 )
