@@ -36,7 +36,8 @@ MapLayerArgs to_args(const std::vector<mx::array>& sources, const mx::array& wei
                      const std::optional<TableTuple>& rotate,
                      const std::optional<mx::Dtype>& dtype) {
   MapLayerArgs args{
-      sources, {weight, scales, biases, group_size, bits}, bias, heads, {}, to_table(rotate), dtype};
+      sources, {weight, scales, biases, group_size, bits}, bias, heads, {}, to_table(rotate),
+      dtype};
   for (const auto& table : strip) args.strip.push_back(to_table(table));
   return args;
 }

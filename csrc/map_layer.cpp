@@ -24,11 +24,19 @@ bool is_cache_type(mx::Dtype type) {
   return type == mx::float32 || type == mx::float16 || type == mx::bfloat16;
 }
 
-int head_dim(const mx::array& source) { return source.shape(-1); }
-int head_count(const mx::array& source) { return source.shape(-3); }
+int head_dim(const mx::array& source) {
+  return source.shape(-1);
+}
+int head_count(const mx::array& source) {
+  return source.shape(-3);
+}
 
-int weight_heads(const Weight& w) { return w.data.shape(0); }
-int weight_out(const Weight& w) { return w.data.shape(w.bits ? 1 : 2); }
+int weight_heads(const Weight& w) {
+  return w.data.shape(0);
+}
+int weight_out(const Weight& w) {
+  return w.data.shape(w.bits ? 1 : 2);
+}
 int64_t weight_in(const Weight& w) {
   return w.bits ? static_cast<int64_t>(w.data.shape(2)) * 32 / w.bits : w.data.shape(1);
 }
@@ -311,8 +319,8 @@ mx::array map_layer_composed(const MapLayerArgs& args, mx::StreamOrDevice s) {
 
   std::vector<mx::array> parts;
   for (size_t i = 0; i < args.sources.size(); ++i) {
-    auto x = rotate_pairs(args.sources[i], args.strip.empty() ? std::nullopt : args.strip[i],
-                          stream);
+    auto x =
+        rotate_pairs(args.sources[i], args.strip.empty() ? std::nullopt : args.strip[i], stream);
     if (!args.heads) {
       parts.push_back(heads_side_by_side(x, stream));
       continue;
@@ -344,7 +352,9 @@ mx::array map_layer_composed(const MapLayerArgs& args, mx::StreamOrDevice s) {
 
 #ifndef KVGRAFT_METAL
 
-bool metal_takes(const MapLayerArgs&, const mx::Stream&) { return false; }
+bool metal_takes(const MapLayerArgs&, const mx::Stream&) {
+  return false;
+}
 
 void MapLayer::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw std::runtime_error("[map_layer] This build has no GPU kernel.");
@@ -378,8 +388,9 @@ std::pair<std::vector<mx::array>, std::vector<int>> MapLayer::vmap(
     shape.insert(shape.begin(), size);
     return mx::broadcast_to(mx::expand_dims(inputs[i], 0, s), shape, s);
   };
-  const bool one_map = std::all_of(axes.begin() + spec_.weight_at(), axes.begin() + spec_.tables_at(),
-                                   [](int axis) { return axis < 0; });
+  const bool one_map =
+      std::all_of(axes.begin() + spec_.weight_at(), axes.begin() + spec_.tables_at(),
+                  [](int axis) { return axis < 0; });
   const int rank = inputs[0].ndim() - (axes[0] >= 0);  // of a source within the map
 
   if (!one_map) {  // different weights per entry: one node each

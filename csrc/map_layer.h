@@ -83,8 +83,7 @@ struct MapLayerSpec {
 
 class MapLayer : public mx::Primitive {
  public:
-  MapLayer(mx::Stream stream, MapLayerSpec spec)
-      : mx::Primitive(stream), spec_(std::move(spec)) {}
+  MapLayer(mx::Stream stream, MapLayerSpec spec) : mx::Primitive(stream), spec_(std::move(spec)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
@@ -96,8 +95,8 @@ class MapLayer : public mx::Primitive {
                              const std::vector<mx::array>& cotangents,
                              const std::vector<int>& argnums,
                              const std::vector<mx::array>& outputs) override;
-  std::pair<std::vector<mx::array>, std::vector<int>> vmap(
-      const std::vector<mx::array>& inputs, const std::vector<int>& axes) override;
+  std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>& inputs,
+                                                           const std::vector<int>& axes) override;
 
   const char* name() const override { return "MapLayer"; }
   bool is_equivalent(const mx::Primitive& other) const override;

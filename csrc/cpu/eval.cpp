@@ -75,8 +75,8 @@ cpu::Job make_job(const MapLayerSpec& spec, const std::vector<mx::array>& inputs
   for (size_t i = 0; i < spec.traditional.size(); ++i) {
     const auto& cos = inputs[spec.tables_at() + 2 * i];
     const auto& sin = inputs[spec.tables_at() + 2 * i + 1];
-    cpu::Table table{cos.data<float>(), sin.data<float>(), cos.shape(-1), spec.traditional[i],
-                     {},                {}};
+    cpu::Table table{
+        cos.data<float>(), sin.data<float>(), cos.shape(-1), spec.traditional[i], {}, {}};
     copy_strides(cos, table.cos_strides);
     copy_strides(sin, table.sin_strides);
     job.tables.push_back(table);

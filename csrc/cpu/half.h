@@ -12,7 +12,8 @@ inline float half_to_float(uint16_t h) {
   const uint32_t rest = static_cast<uint32_t>(h & 0x7fff) << 13;
   if ((h & 0x7c00) == 0x7c00) return std::bit_cast<float>(sign | 0x7f800000 | rest);
   // Scaling by 2^112 moves the exponent and makes subnormals right as well.
-  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(std::bit_cast<float>(rest) * 0x1p112f));
+  return std::bit_cast<float>(sign |
+                              std::bit_cast<uint32_t>(std::bit_cast<float>(rest) * 0x1p112f));
 }
 
 inline float bfloat_to_float(uint16_t b) {

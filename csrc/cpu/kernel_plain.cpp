@@ -66,7 +66,7 @@ void weight_row(const Weight& w, int head, int64_t in, int out_dim, float* row) 
     const uint32_t word =
         words[head * w.head_stride + o * w.out_stride + in / per_word * w.in_stride];
     const uint32_t q = word >> (in % per_word * w.bits) & ((1u << w.bits) - 1);
-    const auto at = [&](const int64_t (&strides)[3]) {
+    const auto at = [&](const int64_t(&strides)[3]) {
       return head * strides[0] + o * strides[1] + group * strides[2];
     };
     row[o] = static_cast<float>(q) * load(w.scales, w.type, at(w.scale_strides)) +

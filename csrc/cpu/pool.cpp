@@ -154,8 +154,12 @@ void parallel_for(int64_t count, const std::function<void(int64_t)>& body) {
   if (count > 0) pool().run(count, body);
 }
 
-void set_num_threads(int count) { pool().set_limit(count); }
+void set_num_threads(int count) {
+  pool().set_limit(count);
+}
 
-int num_threads() { return pool().limit(); }
+int num_threads() {
+  return pool().limit();
+}
 
 }  // namespace kvgraft::cpu
