@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -96,17 +97,17 @@ class Columns:
         """The columns of some layers."""
         return Columns(tuple(self.heads[i] for i in layers), tuple(self.dims[i] for i in layers))
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, ...]:
         """Features per layer."""
         return tuple(h * d for h, d in zip(self.heads, self.dims, strict=True))
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """First column of each layer; one more entry than layers."""
         return tuple(accumulate(self.widths, initial=0))
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Features of all layers."""
         return sum(self.widths)

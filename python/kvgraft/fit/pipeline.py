@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvgraft import artifact
 from kvgraft.caches import check_mappable
 from kvgraft.errors import FitError, GeometryError
 from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
@@ -214,6 +215,7 @@ def fit(
     in one step. Arguments are those of :func:`fit_mapper`; ``out`` is the
     artifact's folder.
     """
+    artifact.check_destination(out)
     mapper = fit_mapper(source, target, text, config, work=work, progress=progress, notify=notify)
     mapper.save(out)
     return mapper

@@ -81,7 +81,8 @@ def solve_ridge(xx: Float64, xy: Float64, ridge: float) -> tuple[Float64, SolveR
     a *= scale[:, None]
     a *= scale[None, :]
     right = xy * scale[:, None]
-    norm = max((float(np.abs(row).sum()) for row in a), default=0.0)
+    # In strips: the absolute values of all of it would be a second matrix.
+    norm = max(float(np.abs(a[i : i + 256]).sum(axis=1).max()) for i in range(0, n, 256))
     # LAPACK works in the lower triangle of the column-major view and leaves the
     # upper one alone, from which the matrix is restored for another attempt.
     lapack = a.T

@@ -1,0 +1,201 @@
+"""The fit: seconds against VeloxQuant-MLX, and accuracy against float64.
+
+    python -m benchmarks.fit [--json FILE]
+
+Run it with OPENBLAS_NUM_THREADS=1 on a machine that others use too. On Linux,
+MLX's wheel has a slow BLAS, which VeloxQuant's fit runs on and ours
+does not. Run it a second time with OpenBLAS in front of it (`kvgraft env` tells
+how) for the fair ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvgraft.fit import FitConfig, Moments, MomentSet, fit_arrays
+from kvgraft.fit.moments import LayerRows
+from kvgraft.fit.ridge import solve_ridge
+from kvgraft.geometry import LayerGeometry, ModelGeometry
+from kvgraft.rope import RopeSpec
+
+
+def geometry(layers: int, heads: int, dim: int) -> ModelGeometry:
+    layer = LayerGeometry(heads, dim, dim, RopeSpec(dim, base=1e6))
+    return ModelGeometry((layer,) * layers, "float16", "qwen3")
+
+
+def timed(work: Callable[[], Any], repeats: int) -> tuple[float, float, Any]:
+    """Median seconds on the clock and of the CPU, and the last result.
+
+    On a machine that others use too, CPU seconds tell more, as long as BLAS
+    runs on one thread (``OPENBLAS_NUM_THREADS=1``): waiting threads spin.
+    """
+    clock, cpu, result = [], [], None
+    for _ in range(repeats):
+        start = time.perf_counter(), time.process_time()
+        result = work()
+        clock.append(time.perf_counter() - start[0])
+        cpu.append(time.process_time() - start[1])
+    return statistics.median(clock), statistics.median(cpu), result
+
+
+def related(geo: ModelGeometry, shared: np.ndarray, rng: np.random.Generator) -> list[Any]:
+    """Keys and values that have something to do with each other, layer by layer."""
+    out = []
+    for layer in geo.layers:
+        pair = []
+        for _ in range(2):
+            mix = rng.standard_normal((layer.n_kv_heads, shared.shape[1], layer.key_dim))
+            x = shared @ (mix / np.sqrt(shared.shape[1]))
+            pair.append(mx.array((x + 0.5 * rng.standard_normal(x.shape)).astype(np.float16)))
+        out.append(tuple(pair))
+    return out
+
+
+def against_veloxquant(
+    layers: tuple[int, int], heads: int, dim: int, rows: int, k: int, repeats: int
+) -> dict[str, Any] | None:
+    """Both fits on the same arrays; ``None`` where VeloxQuant is not installed."""
+    try:
+        from veloxquant_mlx.transfer import MapperConfig, ModelKVSpec, fit_mapper
+    except ImportError:
+        return None
+    rng = np.random.default_rng(0)
+    source_geo, target_geo = geometry(layers[0], heads, dim), geometry(layers[1], heads, dim)
+    shared = rng.standard_normal((rows, 2 * dim))
+    source, target = related(source_geo, shared, rng), related(target_geo, shared, rng)
+    mx.eval(source, target)
+    positions = mx.arange(rows)
+
+    def spec(n: int) -> Any:
+        return ModelKVSpec(n_layers=n, n_kv_heads=heads, head_dim=dim, rope_theta=1e6)
+
+    def velox() -> Any:
+        fitted = fit_mapper(
+            dict(enumerate(source)),
+            dict(enumerate(target)),
+            spec(layers[0]),
+            spec(layers[1]),
+            positions,
+            MapperConfig(k=k),
+        )
+        mx.eval([(m.w_k, m.w_v) for m in fitted.layers])
+        return fitted
+
+    def ours() -> Any:
+        config = FitConfig(k=k, selection="paper", heldout=1 / rows)
+        return fit_arrays(source, target, source_geo, target_geo, positions, config)
+
+    ours()  # BLAS threads, kernels
+    our_seconds, our_cpu, mapper = timed(ours, repeats)
+    their_seconds, their_cpu, _ = timed(velox, 1)
+    return {
+        "shape": f"{layers[0]}->{layers[1]} layers, {heads}x{dim}, {rows} rows, k={k}",
+        "veloxquant_s": their_seconds,
+        "kvgraft_s": our_seconds,
+        "ratio": their_seconds / our_seconds,
+        "ratio_cpu": their_cpu / our_cpu,
+        "parameters": mapper.n_parameters,
+    }
+
+
+def accuracy(rows: int, features: int, condition: float) -> dict[str, float]:
+    """Streaming float32 products against float64 ones of the same rows."""
+    rng = np.random.default_rng(1)
+    dim = 64
+    layers = features // dim
+    source_geo, target_geo = geometry(layers, 1, dim), geometry(1, 1, dim)
+    spectrum = np.geomspace(1.0, 1.0 / condition, features) ** 0.5
+    turn = np.linalg.qr(rng.standard_normal((features, features)))[0]
+    mix = (turn * spectrum) @ turn.T
+    mean = 3.0 * rng.standard_normal(features)
+    answer = rng.standard_normal((features, dim)) / np.sqrt(features)
+    moments = Moments(source_geo, target_geo, kinds=("keys",))
+    xx, xy = np.zeros((features, features)), np.zeros((features, dim))
+    x_sum, y_sum = np.zeros(features), np.zeros(dim)
+    step, seconds = 512, 0.0
+    for _ in range(rows // step):
+        x = (rng.standard_normal((step, features)) @ mix + mean).astype(np.float32)
+        y = (x @ answer + 0.1 * rng.standard_normal((step, dim))).astype(np.float32)
+        wide, right = x.astype(np.float64) - mean, y.astype(np.float64)
+        xx += wide.T @ wide
+        xy += wide.T @ right
+        x_sum += wide.sum(axis=0)
+        y_sum += right.sum(axis=0)
+        parts = [np.ascontiguousarray(p)[None] for p in np.split(x, layers, axis=1)]
+        start = time.perf_counter()
+        moments.add(LayerRows(parts, parts), LayerRows([y[None]], [y[None]]))
+        seconds += time.perf_counter() - start
+    n = rows // step * step
+    xx -= np.outer(x_sum, x_sum) / n
+    xy -= np.outer(x_sum, y_sum) / n
+    view = MomentSet(moments)
+    all_layers = range(layers)
+    got, report = solve_ridge(
+        view.xx("keys", all_layers, None), view.xy("keys", all_layers, None, 0, None), 0.01
+    )
+    want, _ = solve_ridge(xx, xy, 0.01)
+    return {
+        "rows": n,
+        "features": features,
+        "condition": report.condition,
+        "relative_error_of_W": float(np.linalg.norm(got - want) / np.linalg.norm(want)),
+        "seconds_moments": seconds,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=128_000, help="rows of the accuracy part")
+    args = parser.parse_args(argv)
+    preload = "openblas" in os.environ.get("LD_PRELOAD", "")
+    print(f"MLX's BLAS: {'OpenBLAS preloaded' if preload else 'as shipped'}")
+    out: dict[str, Any] = {"preload": preload, "speed": [], "accuracy": []}
+    for layers, heads, dim, rows, k in (
+        ((4, 2), 2, 64, 512, 2),
+        ((8, 2), 2, 64, 2048, 4),
+        ((8, 2), 2, 128, 1024, 4),
+        ((8, 8), 2, 64, 2048, 4),
+    ):
+        row = against_veloxquant(layers, heads, dim, rows, k, args.repeats)
+        if row is None:
+            print("VeloxQuant-MLX is not installed; no ratio.")
+            break
+        out["speed"].append(row)
+        print(
+            f"{row['shape']:44s} VeloxQuant {row['veloxquant_s']:8.2f} s   kvgraft "
+            f"{row['kvgraft_s']:7.3f} s   {row['ratio']:6.0f} x   (CPU {row['ratio_cpu']:.0f} x)",
+            flush=True,
+        )
+    for condition in (1e3, 1e6):
+        row = accuracy(args.rows, 512, condition)
+        out["accuracy"].append(row)
+        print(
+            f"{row['rows']:,} rows, {row['features']} features, condition "
+            f"{row['condition']:.1e}: W differs from float64 by {row['relative_error_of_W']:.1e}",
+            flush=True,
+        )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    out["peak_rss_mb"] = peak / (1e6 if sys.platform == "darwin" else 1e3)
+    print(f"peak resident memory {out['peak_rss_mb']:.0f} MB")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(out, file, indent=1)
+    return out
+
+
+if __name__ == "__main__":
+    main()
