@@ -64,6 +64,15 @@ def test_bad_input_to_fit_is_named(change, message, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_place_that_is_taken_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "thesis.txt").write_text("mine")
+    monkeypatch.setattr("kvgraft.fit.pipeline.fit_mapper", lambda *a, **k: pytest.fail("started"))
+    assert main([*FIT, *LITTLE, "--out", str(tmp_path / "m")]) == 1
+    assert "is not overwritten" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
 def test_inspect_a_mapper(mapper, capsys):
     assert main(["inspect", str(mapper), "--layers"]) == 0
     out = capsys.readouterr().out

@@ -58,7 +58,16 @@ from kvgraft.models import ModelIdentity
 from kvgraft.rope import RopeSpec
 from kvgraft.weights import AffineWeight, Weight, dequantize, quantize
 
-__all__ = ["SHARD_BYTES", "FileReport", "VerifyReport", "check_pair", "load", "save", "verify"]
+__all__ = [
+    "SHARD_BYTES",
+    "FileReport",
+    "VerifyReport",
+    "check_destination",
+    "check_pair",
+    "load",
+    "save",
+    "verify",
+]
 
 SHARD_BYTES = 5_000_000_000
 """Weights of more than this many bytes are split over several files."""
@@ -148,6 +157,28 @@ def save(
             _fill_folder(folder, mapper, config, tensors, arrays, shard_bytes, nbytes, progress)
     _follow(mapper, path)
     return path
+
+
+class _Tried(Exception):
+    """Leaves a replacement before anything is replaced."""
+
+
+def check_destination(path: str | os.PathLike[str]) -> None:
+    """Raise what :func:`save` would raise about the place alone, before hours of work.
+
+    Raises:
+        FormatError: If something other than an artifact is in the way.
+        ArtifactWriteError: If writing there is not permitted.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".safetensors":
+            with atomic.replacing_file(path, _check_replaceable_file):
+                raise _Tried
+        with atomic.replacing_folder(path, _check_replaceable_folder, is_artifact_file):
+            raise _Tried
+    except _Tried:
+        pass
 
 
 def is_artifact_file(name: str) -> bool:

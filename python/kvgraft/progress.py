@@ -14,9 +14,9 @@ __all__ = ["bar"]
 def bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     """A bar with the time left, as a ``(done, total)`` callback.
 
-    It goes to stderr, and nothing of it stays behind there.
+    It goes to stderr if that is a terminal, and nothing of it stays behind there.
     """
-    with tqdm(desc=title, unit=unit, leave=False, dynamic_ncols=True) as shown:
+    with tqdm(desc=title, unit=unit, leave=False, dynamic_ncols=True, disable=None) as shown:
 
         def update(done: int, total: int) -> None:
             shown.total = total

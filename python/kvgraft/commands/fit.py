@@ -6,8 +6,6 @@ import argparse
 import re
 from typing import Any
 
-from kvgraft.errors import FitError
-
 __all__ = ["add_parser"]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -159,5 +157,5 @@ def _k(text: str) -> int | str:
 def _size(text: str) -> int:
     found = re.fullmatch(r"([0-9]*\.?[0-9]+) *([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise FitError(f"{text!r} is no size. Write it as 12G or 800M.")
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 12G or 800M")
     return int(float(found[1]) * _UNITS[found[2].upper()])

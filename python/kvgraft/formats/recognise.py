@@ -42,7 +42,7 @@ def describe_bytes(start: bytes) -> str | None:
         return "it is a Git LFS pointer. Run `git lfs pull`, or download the file itself."
     if start.startswith(b"\x93NUMPY"):
         return "it is a NumPy array (.npy)."
-    if start.lstrip()[:1] == b"<":  # <!DOCTYPE html>, <?xml
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         return "it is a web page; the download gave an error page. Download it again."
     if start[:1] in (b"{", b"["):
         return "it is JSON text. Give the folder that holds it, or the .safetensors file."
