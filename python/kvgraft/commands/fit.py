@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["add_parser"]
+if TYPE_CHECKING:
+    from kvgraft.fit import FitConfig
+
+__all__ = ["add_options", "add_parser", "config_of"]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -19,17 +22,29 @@ def add_parser(subparsers: Any) -> None:
         description="Fit a mapper that turns SOURCE's cache into TARGET's, and save it.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    add_options(parser, needs_text=True).add_argument(
+        "--out", required=True, help="folder of the mapper"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="FOLDER",
+        help="keep the state here, and go on from it after an interruption",
+    )
+    parser.set_defaults(command=run)
+
+
+def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
+    """Add what ``kvgraft fit`` and ``kvgraft plan`` have in common."""
     need = parser.add_argument_group("what to fit")
     need.add_argument("--source", required=True, help="model that reads (folder or repository)")
     need.add_argument("--target", required=True, help="model that goes on")
     need.add_argument(
         "--text",
-        required=True,
+        required=needs_text,
         nargs="+",
         metavar="FILE[=WEIGHT]",
         help="calibration text: plain or JSONL; mix domains that you will use",
     )
-    need.add_argument("--out", required=True, help="folder of the mapper")
     how = parser.add_argument_group("how")
     how.add_argument(
         "--select",
@@ -90,18 +105,12 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="never hold both models at once; rows wait on disk",
     )
-    cost.add_argument(
-        "--resume",
-        metavar="FOLDER",
-        help="keep the state here, and go on from it after an interruption",
-    )
-    parser.set_defaults(command=run)
+    return need
 
 
-def run(args: argparse.Namespace) -> int:
-    """Fit, save, say what came of it."""
-    from kvgraft.fit import FitConfig, fit, parse_source
-    from kvgraft.progress import bar
+def config_of(args: argparse.Namespace) -> FitConfig:
+    """The settings that the options of :func:`add_options` stand for."""
+    from kvgraft.fit import FitConfig
 
     names = (
         "k k_values plan selection layers ridge_lambda lambda_convention weights sequences "
@@ -113,7 +122,15 @@ def run(args: argparse.Namespace) -> int:
         settings["k"] = "auto" if chosen and args.k_values is None else 8
     if settings["plan"] is None:
         settings["plan"] = "auto" if chosen else "full"
-    config = FitConfig(**settings)
+    return FitConfig(**settings)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fit, save, say what came of it."""
+    from kvgraft.fit import fit, parse_source
+    from kvgraft.progress import bar
+
+    config = config_of(args)
     with bar("fitting", "step") as progress:
         mapper = fit(
             args.source,

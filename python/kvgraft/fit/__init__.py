@@ -5,7 +5,15 @@ text → capture → moments → select and solve → :class:`kvgraft.Mapper`
 
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.moments import LayerRows, Moments, MomentSet
-from kvgraft.fit.pipeline import GatheredMoments, fit, fit_arrays, fit_mapper, gather
+from kvgraft.fit.pipeline import (
+    Forecast,
+    GatheredMoments,
+    fit,
+    fit_arrays,
+    fit_mapper,
+    forecast,
+    gather,
+)
 from kvgraft.fit.plan import FitPlan, plan_fit
 from kvgraft.fit.select import LayerScores, score_layers
 from kvgraft.fit.solve import solve_mapper
@@ -15,6 +23,7 @@ __all__ = [
     "CalibrationText",
     "FitConfig",
     "FitPlan",
+    "Forecast",
     "GatheredMoments",
     "LayerRows",
     "LayerScores",
@@ -24,6 +33,7 @@ __all__ = [
     "fit",
     "fit_arrays",
     "fit_mapper",
+    "forecast",
     "gather",
     "parse_source",
     "plan_fit",

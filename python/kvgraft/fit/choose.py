@@ -27,7 +27,16 @@ from kvgraft.mapper import Mapper
 from kvgraft.quality.nll import continuation_nll
 from kvgraft.transfer import iter_transfer
 
-__all__ = ["Documents", "Trial", "choose", "read_documents", "score", "trace"]
+__all__ = [
+    "Documents",
+    "Trial",
+    "choose",
+    "ks_to_try",
+    "plans_to_try",
+    "read_documents",
+    "score",
+    "trace",
+]
 
 K_TO_TRY = (1, 2, 4, 8, 12, 16, 24)
 """Numbers of source layers that are compared; those beyond the source's are left out."""

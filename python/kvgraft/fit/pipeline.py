@@ -22,6 +22,7 @@ from kvgraft.errors import FitError, GeometryError
 from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
 from kvgraft.fit.choose import Documents, choose, read_documents, trace
 from kvgraft.fit.config import FitConfig
+from kvgraft.fit.estimate import FitTime, estimate_time, measure_blas
 from kvgraft.fit.moments import LayerRows, Moments, MomentSet, common_heads
 from kvgraft.fit.plan import FitPlan, Part, plan_fit, solve_bytes
 from kvgraft.fit.ridge import penalty
@@ -34,7 +35,16 @@ from kvgraft.mapper import Mapper
 from kvgraft.models import LoadedModel, ModelIdentity, check_tokenizers, load_model
 from kvgraft.probe import read_geometry
 
-__all__ = ["CHECKPOINT_EVERY", "GatheredMoments", "fit", "fit_arrays", "fit_mapper", "gather"]
+__all__ = [
+    "CHECKPOINT_EVERY",
+    "Forecast",
+    "GatheredMoments",
+    "fit",
+    "fit_arrays",
+    "fit_mapper",
+    "forecast",
+    "gather",
+]
 
 CHECKPOINT_EVERY = 50
 """Sequences between two saves of the moments, when there is a folder to save to."""
@@ -219,6 +229,77 @@ def fit(
     mapper = fit_mapper(source, target, text, config, work=work, progress=progress, notify=notify)
     mapper.save(out)
     return mapper
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a fit is going to take.
+
+    Attributes:
+        plan: Memory and disk.
+        time: Seconds, by stage; estimated from one sequence and one product.
+        sequences: Sequences that will be read.
+        notes: What a user should be told.
+    """
+
+    plan: FitPlan
+    time: FitTime
+    sequences: int
+    notes: tuple[str, ...]
+
+
+def forecast(
+    source: ModelLike,
+    target: ModelLike,
+    text: Text | None = None,
+    config: FitConfig | None = None,
+) -> Forecast:
+    """Say what a fit needs before it is run; what ``kvgraft plan`` does.
+
+    Both models are loaded, one after the other, and read one sequence.
+
+    Args:
+        source: The source; see :func:`fit_mapper`.
+        target: The target.
+        text: Calibration text, if it is there already: what it is enough for is
+            then known.
+        config: Settings.
+
+    Raises:
+        TokenizerMismatchError: If the models do not share a tokenizer.
+        UnsupportedModelError: If a model's cache cannot be mapped.
+        FitError: If the memory limit is too small, or the text too short.
+    """
+    cfg = FitConfig() if config is None else config
+    sides = _Side(source, "source"), _Side(target, "target")
+    seconds = 0.0
+    positions = row_positions(cfg.seq_len, cfg.stride, cfg.skip)
+    for side in sides:
+        side.look()
+        tokens = np.arange(cfg.seq_len, dtype=np.int32) % 256
+        for warm in (True, False):
+            begun = time.perf_counter()
+            rows = capture(side.model(), tokens[: 8 if warm else None], positions[:1])
+            mx.eval(rows.keys, rows.values)
+        seconds += time.perf_counter() - begun
+        side.release()
+    check_tokenizers(sides[0].tokenizer, sides[1].tokenizer)
+    notes: tuple[str, ...] = ()
+    sequences, rows_fitted = cfg.sequences, None
+    if text is not None:
+        calibration = _calibrate(text, sides[0].tokenizer, cfg)
+        notes, sequences = calibration.notes, len(calibration)
+        rows_fitted = int((~calibration.heldout).sum()) * len(positions)
+    geometries = sides[0].geometry, sides[1].geometry
+    plan = plan_fit(
+        *geometries,
+        cfg,
+        model_bytes=(sides[0].nbytes, sides[1].nbytes),
+        rows=rows_fitted,
+        sequences=sequences,
+    )
+    took = estimate_time(plan, *geometries, cfg, measure_blas(), seconds, sequences)
+    return Forecast(plan, took, sequences, notes)
 
 
 @contextmanager
