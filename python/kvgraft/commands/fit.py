@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,12 @@ def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
     text.add_argument("--seq-len", type=int, default=1024, help="tokens per sequence")
     text.add_argument("--stride", type=int, default=4, help="take every n-th token")
     text.add_argument("--skip", type=int, default=0, help="leave out the first tokens (sinks)")
+    text.add_argument(
+        "--token-weights",
+        choices=["uniform", "attention"],
+        default="uniform",
+        help="let tokens that the target attends to count for more",
+    )
     text.add_argument("--heldout", type=float, default=0.1, help="share of sequences held out")
     text.add_argument(
         "--chat", action="store_true", help="apply the chat template to JSONL messages"
@@ -114,7 +121,7 @@ def config_of(args: argparse.Namespace) -> FitConfig:
 
     names = (
         "k k_values plan selection layers ridge_lambda lambda_convention weights sequences "
-        "seq_len stride skip heldout chat documents prefix memory_limit sequential"
+        "seq_len stride skip token_weights heldout chat documents prefix memory_limit sequential"
     ).split()
     settings = {name: getattr(args, name) for name in names}
     chosen = args.select == "nll"
@@ -131,17 +138,13 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.progress import bar
 
     config = config_of(args)
+    what = args.source, args.target, [parse_source(t) for t in args.text], args.out, config
+    group = _processes()
+    if group is not None and group.rank() > 0:  # the first one speaks for all
+        fit(*what, work=args.resume, group=group)
+        return 0
     with bar("fitting", "step") as progress:
-        mapper = fit(
-            args.source,
-            args.target,
-            [parse_source(t) for t in args.text],
-            args.out,
-            config,
-            work=args.resume,
-            progress=progress,
-            notify=_note,
-        )
+        mapper = fit(*what, work=args.resume, progress=progress, notify=_note, group=group)
     print(f"Wrote {args.out}: {mapper.describe()}")
     for name in ("keys", "values"):
         scores = [m.scores[f"r2_{name}"] for m in mapper.layers]
@@ -154,6 +157,16 @@ def run(args: argparse.Namespace) -> int:
         f"  kvgraft demo --source {args.source} --target {args.target} --mapper {args.out}"
     )
     return 0
+
+
+def _processes() -> Any:
+    """The processes that ``mlx.launch`` or ``mpirun`` started together, or ``None``."""
+    if not {"MLX_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():
+        return None
+    import mlx.core as mx
+
+    group = mx.distributed.init()
+    return group if group.size() > 1 else None
 
 
 def _note(line: str) -> None:

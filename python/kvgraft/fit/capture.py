@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
 from kvgraft.fit.moments import LayerRows
+from kvgraft.fit.weights import recorded_sensitivities
 from kvgraft.geometry import ModelGeometry
 from kvgraft.rope import RopeTable, rotate_pairs
 
@@ -31,10 +32,13 @@ class CachedRows:
         keys: One ``[n_kv_heads, rows, key_dim]`` array per cache, in the
             model's dtype, keys post-RoPE.
         values: One ``[n_kv_heads, rows, value_dim]`` array per cache.
+        sensitivity: ``[2, rows]`` float32: how much errors of the keys and of the
+            values matter to the target; ``None`` if it was not looked at.
     """
 
     keys: list[mx.array]
     values: list[mx.array]
+    sensitivity: mx.array | None = None
 
 
 def row_positions(seq_len: int, stride: int, skip: int = 0) -> NDArray[np.int32]:
@@ -54,7 +58,11 @@ def row_positions(seq_len: int, stride: int, skip: int = 0) -> NDArray[np.int32]
 
 
 def capture(
-    model: Any, tokens: Sequence[int] | NDArray[np.int32], positions: NDArray[np.int32]
+    model: Any,
+    tokens: Sequence[int] | NDArray[np.int32],
+    positions: NDArray[np.int32],
+    *,
+    watch: ModelGeometry | None = None,
 ) -> CachedRows:
     """Prefill one sequence and take rows out of the caches.
 
@@ -65,20 +73,36 @@ def capture(
         model: A live mlx-lm model.
         tokens: ``[n]`` token ids.
         positions: ``[rows]`` positions to take, ascending.
+        watch: The model's geometry, to look at its attention too.
+
+    Raises:
+        FitError: If the caches are not what they should be, or the attention
+            cannot be looked at.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
     n_tokens = len(tokens)
     cache = make_prompt_cache(model)
-    model(mx.array(np.asarray(tokens, dtype=np.int32))[None], cache=cache)
+    ids = mx.array(np.asarray(tokens, dtype=np.int32))[None]
     at = mx.array(positions)
+    sensitivity = None
+    if watch is None:
+        model(ids, cache=cache)
+    else:
+        with recorded_sensitivities(model, cache, watch, n_tokens) as seen:
+            model(ids, cache=cache)
+        # Each layer has the same say, however large its keys are.
+        by_kind = [mx.stack([layer[kind][at] for layer in seen]) for kind in (0, 1)]
+        shares = [x / mx.maximum(x.sum(axis=1, keepdims=True), 1e-30) for x in by_kind]
+        sensitivity = mx.stack([x.mean(axis=0) for x in shares])
     keys, values = [], []
     for i, entry in enumerate(cache):
         k, v = _arrays(entry, i, n_tokens)
         keys.append(k[0][:, at])
         values.append(v[0][:, at])
-    mx.async_eval([*keys, *values])  # type: ignore[no-untyped-call]
-    return CachedRows(keys, values)
+    extra = [] if sensitivity is None else [sensitivity]
+    mx.async_eval([*keys, *values, *extra])  # type: ignore[no-untyped-call]
+    return CachedRows(keys, values, sensitivity)
 
 
 def _arrays(entry: Any, layer: int, n_tokens: int) -> tuple[mx.array, mx.array]:
@@ -149,7 +173,7 @@ class Stripper:
         stripped = [rotate_pairs(k, t) for k, t in zip(rows.keys, self._tables, strict=True)]
         plain = [v.astype(mx.float32) for v in rows.values]
         mx.async_eval([*stripped, *plain])  # type: ignore[no-untyped-call]
-        return CachedRows(stripped, plain)
+        return CachedRows(stripped, plain, rows.sensitivity)
 
     def finish(self, rows: CachedRows) -> LayerRows:
         """The features of rows that :meth:`start` returned.

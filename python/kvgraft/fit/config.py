@@ -14,6 +14,7 @@ _CHOICES = {
     "selection": ("heldout", "paper"),
     "layers": ("shared", "separate"),
     "plan": ("full", "local", "grouped", "auto"),
+    "token_weights": ("uniform", "attention"),
     "weights": ("float32", "float16", "bfloat16", "8bit", "4bit"),
     "structure": ("auto", "full", "heads"),
 }
@@ -46,6 +47,10 @@ class FitConfig:
         stride: Every how many tokens a row is taken.
         skip: Leave out this many tokens at the start of each sequence, whose
             keys are attention sinks.
+        token_weights: ``"uniform"``, or ``"attention"``: rows count by how much the
+            target's attention makes of them; see :mod:`kvgraft.fit.weights`.
+        effective_rows: Share of the rows that must still count (Kish) when they
+            are weighted.
         heldout: Share of the sequences that is held out.
         chat: Apply the tokenizer's chat template to JSONL ``messages``.
         documents: Held-out sequences that ``"auto"`` compares losses on.
@@ -78,6 +83,8 @@ class FitConfig:
     seq_len: int = 1024
     stride: int = 4
     skip: int = 0
+    token_weights: str = "uniform"
+    effective_rows: float = 0.5
     heldout: float = 0.1
     chat: bool = False
     documents: int = 8
@@ -114,6 +121,8 @@ class FitConfig:
             raise FitError(f"FitConfig: skip {self.skip} leaves none of {self.seq_len} tokens.")
         if not 0 < self.heldout < 1:
             raise FitError(f"FitConfig: heldout must lie between 0 and 1, got {self.heldout}.")
+        if not 0 < self.effective_rows <= 1:
+            raise FitError("FitConfig: effective_rows must lie between 0 and 1.")
         if self.groups is not None:
             if self.plan != "grouped":
                 raise FitError("FitConfig: groups go with plan='grouped'.")

@@ -21,13 +21,14 @@ slower than NumPy's.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -212,6 +213,19 @@ class _Block:
         self.mean += step * (other.count / total)
         self.count = total
         self.count_sq += other.count_sq
+
+    def all_reduce(self, add: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
+        """Take in the blocks of other processes; ``add`` sums an array over all of them."""
+        count, mean = self.count, self.mean
+        self.count, self.count_sq = add(np.array([count, self.count_sq])).tolist()
+        self.mean = add(count * mean) / max(self.count, 1e-300)
+        # Each process moves its moments to the common mean; then they just add up.
+        step = mean - self.mean
+        for i, (w, s) in enumerate(zip(self.source.widths, self.source.starts)):
+            for j in range(w):
+                self.rows[i][j] += (count * step[s + j]) * step[s:]
+            self.rows[i] = add(self.rows[i])
+        self.squares = add(self.squares + count * step[self.source.width :] ** 2)
 
     def xx(self, layers: Sequence[int], heads: Sequence[int] | None) -> Float64:
         """``[n, n]`` moments among some source features, a float64 copy."""
@@ -456,6 +470,20 @@ class Moments:
         other.flush()
         for key, block in self._blocks.items():
             block.merge(other._blocks[key])
+
+    def all_reduce(self, group: mx.distributed.Group) -> None:
+        """Merge the moments of all processes of a group, in all of them."""
+        self.flush()
+
+        def add(x: NDArray[Any]) -> NDArray[Any]:
+            # On the CPU: no GPU of Apple's has float64.
+            kind = mx.float64 if x.dtype == np.float64 else mx.float32
+            with mx.stream(mx.cpu):
+                out = np.array(mx.distributed.all_sum(mx.array(x, dtype=kind), group=group))
+            return out
+
+        for block in self._blocks.values():
+            block.all_reduce(add)
 
     def save(self, path: Path, info: dict[str, Any] | None = None) -> None:
         """Write the moments to one safetensors file, atomically.

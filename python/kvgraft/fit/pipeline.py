@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -15,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from kvgraft import artifact
 from kvgraft.caches import check_mappable
@@ -23,12 +26,13 @@ from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
 from kvgraft.fit.choose import Documents, choose, read_documents, trace
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.estimate import FitTime, estimate_time, measure_blas
-from kvgraft.fit.moments import LayerRows, Moments, MomentSet, common_heads
+from kvgraft.fit.moments import KINDS, LayerRows, Moments, MomentSet, common_heads
 from kvgraft.fit.plan import FitPlan, Part, plan_fit, solve_bytes
 from kvgraft.fit.ridge import penalty
 from kvgraft.fit.select import LayerScores, score_layers
 from kvgraft.fit.solve import solve_mapper
 from kvgraft.fit.text import CalibrationText, TextLike, read_text
+from kvgraft.fit.weights import shrink
 from kvgraft.fit.work import WorkFolder
 from kvgraft.geometry import ModelGeometry
 from kvgraft.mapper import Mapper
@@ -139,7 +143,7 @@ class GatheredMoments:
             FitError: If the moments cannot serve it.
         """
         chosen = self.config if config is None else config
-        for name in ("content_space", "stride", "skip", "seq_len"):
+        for name in ("content_space", "stride", "skip", "seq_len", "token_weights"):
             chosen = replace(chosen, **{name: getattr(self.config, name)})
         mapper = solve_mapper(self.fit, self.heldout, chosen, scores=scores, progress=progress)
         mapper.fit |= self.facts
@@ -156,6 +160,7 @@ def fit_mapper(
     work: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
+    group: mx.distributed.Group | None = None,
 ) -> Mapper:
     """Fit a mapper from one model's cache to another's.
 
@@ -172,6 +177,9 @@ def fit_mapper(
         progress: Called with (steps done, steps in all): one step per sequence
             and pass, and one per target layer solved.
         notify: Called with lines that a user should see.
+        group: Processes that share the text, each reading every n-th sequence
+            with models of its own. All of them call this with the same
+            arguments, and get the same mapper.
 
     Returns:
         The mapper, with its scores on held-out text.
@@ -184,7 +192,7 @@ def fit_mapper(
             ``work`` folder, if given, is left behind.
     """
     cfg = FitConfig() if config is None else config
-    with _gathered(source, target, text, cfg, work, progress, notify) as (moments, stage):
+    with _gathered(source, target, text, cfg, work, progress, notify, group) as (moments, stage):
         return stage.finish(moments)
 
 
@@ -218,6 +226,7 @@ def fit(
     work: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
+    group: mx.distributed.Group | None = None,
 ) -> Mapper:
     """Fit a mapper and save it; what ``kvgraft fit`` does.
 
@@ -226,8 +235,11 @@ def fit(
     artifact's folder.
     """
     artifact.check_destination(out)
-    mapper = fit_mapper(source, target, text, config, work=work, progress=progress, notify=notify)
-    mapper.save(out)
+    mapper = fit_mapper(
+        source, target, text, config, work=work, progress=progress, notify=notify, group=group
+    )
+    if group is None or group.rank() == 0:
+        mapper.save(out)
     return mapper
 
 
@@ -311,6 +323,7 @@ def _gathered(
     work: str | os.PathLike[str] | None,
     progress: Progress | None,
     notify: Callable[[str], None] | None,
+    group: mx.distributed.Group | None = None,
     *,
     keep: bool = False,
 ) -> Iterator[tuple[GatheredMoments, _LastStage]]:
@@ -326,6 +339,8 @@ def _gathered(
     calibration = _calibrate(text, sides[0].tokenizer, config)
     for note in calibration.notes:
         tell(note)
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    mine = list(range(rank, len(calibration), size))
     positions = row_positions(calibration.seq_len, config.stride, config.skip)
     n_fit = int((~calibration.heldout).sum()) * len(positions)
     plan = plan_fit(
@@ -334,23 +349,33 @@ def _gathered(
         replace(config, seq_len=calibration.seq_len),
         model_bytes=(sides[0].nbytes, sides[1].nbytes),
         rows=n_fit,
-        sequences=len(calibration),
+        sequences=len(mine),
     )
+    if group is not None:
+        if plan.spill:
+            raise FitError(
+                "Several processes cannot fit in several passes: their moments meet in memory. "
+                "Raise the memory limit, or take the plan 'local'."
+            )
+        _check_agreement(group, _identity(plan, sides, calibration, config))
+        work = None if work is None else Path(work) / f"process-{rank}-of-{size}"
     if n_fit < 4 * plan.in_dim:
         tell(
             f"{n_fit:,} rows are few for {plan.in_dim:,} features per target head: the map will "
             "be worse than the pair allows. Give more text, a smaller k, or the plan 'local'."
         )
-    total = len(calibration) * len(plan.passes) * (2 if config.sequential else 1)
+    total = len(mine) * len(plan.passes) * (2 if config.sequential else 1)
     total += len(sides[1].geometry.layers)
     clock = _Clock(progress, total)
     with _work_folder(work, plan, sides, calibration, config, keep) as folder:
-        gatherer = _Gatherer(sides, calibration, config, plan, folder, clock)
+        gatherer = _Gatherer(sides, calibration, mine, config, plan, folder, clock, group)
         fitted, heldout = gatherer.run()
         facts = {
             "text": calibration.describe(),
             "stride": config.stride,
             "skip": config.skip,
+            "token_weights": config.token_weights,
+            "effective_rows": round(fitted.effective_count("keys")),
             "seconds": round(time.perf_counter() - started, 1),
             "seconds_models": round(gatherer.model_seconds, 1),
         }
@@ -434,6 +459,24 @@ def _calibrate(text: Text, tokenizer: Any, config: FitConfig) -> CalibrationText
     )
 
 
+def _check_agreement(group: mx.distributed.Group, identity: dict[str, Any]) -> None:
+    """Refuse processes that were given different models, text or settings."""
+    # Where each machine keeps the models does not matter.
+    facts = {
+        key: {**value, "name": None} if key.endswith(" model") else value
+        for key, value in identity.items()
+    }
+    text = json.dumps(facts, sort_keys=True).encode()
+    mine = np.frombuffer(hashlib.sha256(text).digest(), "<i4")
+    with mx.stream(mx.cpu):
+        found = np.array(mx.distributed.all_gather(mx.array(mine)[None], group=group))
+    if (found != mine).any():
+        raise FitError(
+            "The processes do not agree on models, text or settings. Start all of them with the "
+            "same arguments and the same files."
+        )
+
+
 class _Clock:
     """Counts steps over all stages of a fit."""
 
@@ -508,11 +551,16 @@ def _identity(
         "stride": config.stride,
         "skip": config.skip,
         "content_space": config.content_space,
+        "token_weights": [config.token_weights, config.effective_rows],
         "passes": [[[p.kind, p.heads, p.targets] for p in one] for one in plan.passes],
         "n_passes": len(plan.passes),
         "structure": plan.structure,
         "sequential": plan.sequential,
     }
+
+
+_Sequence = tuple[int, LayerRows, LayerRows, dict[str, NDArray[np.float64]] | None]
+"""Place in a process's share, features of source and target, and row weights of one sequence."""
 
 
 class _Gatherer:
@@ -522,13 +570,17 @@ class _Gatherer:
         self,
         sides: tuple[_Side, _Side],
         text: CalibrationText,
+        mine: list[int],
         config: FitConfig,
         plan: FitPlan,
         folder: WorkFolder | None,
         clock: _Clock,
+        group: mx.distributed.Group | None,
     ) -> None:
         self._sides = sides
         self._text = text
+        self._mine = mine  # sequences that this process reads
+        self._group = group
         self._plan = plan
         self._folder = folder
         self._clock = clock
@@ -552,6 +604,9 @@ class _Gatherer:
             for n, group in enumerate(self._one_pass(index)):
                 parts[n] += group
         self._sides[0].release()
+        if self._group is not None:
+            for moments in (*parts[0], *parts[1]):
+                moments.all_reduce(self._group)
         return MomentSet(parts[0]), MomentSet(parts[1])
 
     def _read_documents(self) -> Documents | None:
@@ -569,7 +624,7 @@ class _Gatherer:
         """Write the source's rows of all sequences to disk, and let the source go."""
         assert self._folder is not None
         finished = self._folder.current_pass >= len(self._plan.passes)
-        for i in range(len(self._text)):
+        for i in self._mine:
             if not finished and not self._folder.has_rows("source", i):
                 self._folder.save_rows("source", i, self._run_model(0, i))
             self._clock.step()
@@ -577,7 +632,7 @@ class _Gatherer:
 
     def _one_pass(self, index: int) -> tuple[list[Moments], list[Moments]]:
         """Fitted and held-out moments of one pass."""
-        folder, n = self._folder, len(self._text)
+        folder, n = self._folder, len(self._mine)
         if folder is not None and index < folder.current_pass:
             self._clock.step(n)
             return self._read(index)
@@ -589,12 +644,14 @@ class _Gatherer:
             fitted = [self._make(part, "float64") for part in self._plan.passes[index]]
             heldout = [self._make(part, "float32") for part in self._plan.passes[index]]
         self._clock.step(first)
-        for i, (source, target) in self._rows(index, first):
-            for moments in heldout if self._text.heldout[i] else fitted:
-                moments.add(source, target)
+        for at, source, target, weights in self._rows(index, first):
+            held = self._text.heldout[self._mine[at]]
+            for moments in heldout if held else fitted:
+                # Scores are those of all tokens alike.
+                moments.add(source, target, None if held else weights)
             self._clock.step()
-            if folder is not None and (i + 1) % CHECKPOINT_EVERY == 0 and i + 1 < n:
-                folder.checkpoint(index, i + 1, [*fitted, *heldout])
+            if folder is not None and (at + 1) % CHECKPOINT_EVERY == 0 and at + 1 < n:
+                folder.checkpoint(index, at + 1, [*fitted, *heldout])
         for moments in (*fitted, *heldout):
             moments.flush()
         if folder is None:
@@ -622,46 +679,57 @@ class _Gatherer:
         half = len(moments) // 2
         return moments[:half], moments[half:]
 
-    def _rows(self, index: int, first: int) -> Iterator[tuple[int, tuple[LayerRows, LayerRows]]]:
-        """Features of the sequences from ``first`` on, in order.
+    def _rows(self, index: int, first: int) -> Iterator[_Sequence]:
+        """Features of this process's sequences from ``first`` on, in order.
 
         On a GPU the next sequence is queued before this one is handed out.
         """
         ahead = mx.default_device() == mx.Device(mx.gpu)
         waiting: list[tuple[int, list[CachedRows]]] = []
-        for i in range(first, len(self._text)):
-            waiting.append((i, self._start(index, i)))
+        for at in range(first, len(self._mine)):
+            waiting.append((at, self._start(index, at)))
             if len(waiting) > int(ahead):
                 yield self._finish(*waiting.pop(0))
         for item in waiting:
             yield self._finish(*item)
 
-    def _start(self, index: int, i: int) -> list[CachedRows]:
+    def _start(self, index: int, at: int) -> list[CachedRows]:
         """Queue the features of a sequence, from disk or from the models."""
-        folder, label = self._folder, f"pair{index}"
+        folder, label, i = self._folder, f"pair{index}", self._mine[at]
         rows: list[CachedRows] = []
         if folder is not None and self._plan.sequential:
             rows += folder.load_rows("source", i) or []
-        saved = None if folder is None else folder.load_rows(label, i)
+        saved = None if folder is None else folder.load_rows(label, at)
         if saved is None:
             saved = [self._run_model(side, i) for side in range(len(rows), 2)]
             if folder is not None:
-                folder.save_rows(label, i, *saved)
+                folder.save_rows(label, at, *saved)
         rows += saved
         return [strip.start(side) for strip, side in zip(self._strip, rows, strict=True)]
 
-    def _finish(self, i: int, started: list[CachedRows]) -> tuple[int, tuple[LayerRows, LayerRows]]:
+    def _finish(self, at: int, started: list[CachedRows]) -> _Sequence:
         begun = time.perf_counter()
         source, target = (
             strip.finish(side) for strip, side in zip(self._strip, started, strict=True)
         )
+        weights = None
+        if started[1].sensitivity is not None:
+            raw = np.array(started[1].sensitivity).astype(np.float64)
+            floor = self._config.effective_rows
+            weights = {kind: shrink(x, floor) for kind, x in zip(KINDS, raw, strict=True)}
         self.model_seconds += time.perf_counter() - begun
         mx.clear_cache()
-        return i, (source, target)
+        return at, source, target, weights
 
     def _run_model(self, side: int, i: int) -> CachedRows:
         begun = time.perf_counter()
-        rows = capture(self._sides[side].model(), self._text.tokens[i], self._positions)
+        watched = side == 1 and self._config.token_weights == "attention"
+        rows = capture(
+            self._sides[side].model(),
+            self._text.tokens[i],
+            self._positions,
+            watch=self._sides[side].geometry if watched else None,
+        )
         self.model_seconds += time.perf_counter() - begun
         return rows
 

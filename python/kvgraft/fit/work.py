@@ -167,6 +167,8 @@ class WorkFolder:
         for n, side in enumerate(sides):
             arrays |= {f"{n}.keys.{i}": x for i, x in enumerate(side.keys)}
             arrays |= {f"{n}.values.{i}": x for i, x in enumerate(side.values)}
+            if side.sensitivity is not None:
+                arrays[f"{n}.sensitivity"] = side.sensitivity
         name = self._rows_name(label, index)
         part = self.path / f"part-{name}"  # mlx insists on the ending
         try:
@@ -199,6 +201,7 @@ class WorkFolder:
                 CachedRows(
                     [arrays[f"{n}.keys.{i}"] for i in range(count)],
                     [arrays[f"{n}.values.{i}"] for i in range(count)],
+                    arrays.get(f"{n}.sensitivity"),
                 )
             )
         return sides
