@@ -9,6 +9,7 @@
 #include <string>
 #include <tuple>
 
+#include "cpu/job.h"
 #include "cpu/pool.h"
 #include "map_layer.h"
 
@@ -107,6 +108,9 @@ NB_MODULE(_ext, m) {
 
   m.def("set_num_threads", &kvgraft::cpu::set_num_threads, "count"_a);
   m.def("num_threads", &kvgraft::cpu::num_threads);
+  m.def("cpu_isas", &kvgraft::cpu::isa_names);
+  m.def("cpu_isa", [] { return std::string(kvgraft::cpu::current_isa().name); });
+  m.def("use_cpu_isa", &kvgraft::cpu::use_isa, "name"_a);
   m.def("has_metal_kernel", [] {
 #ifdef KVGRAFT_METAL
     return true;

@@ -6,6 +6,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "cpu/job.h"
+
 namespace kvgraft {
 
 namespace {
@@ -260,9 +262,10 @@ mx::array map_layer(const MapLayerArgs& args, mx::StreamOrDevice s) {
   const mx::Dtype dtype = args.dtype.value_or(first.dtype());
   // A plan that lists no heads has no features; let the general path say so.
   const bool no_features = heads && weight_in(args.weight) == 0;
-  if (no_features || choose_path(args, stream) == Path::composed) {
-    return map_layer_composed(args, stream);
-  }
+  const Path path = choose_path(args, stream);
+  if (no_features || path == Path::composed) return map_layer_composed(args, stream);
+  // Throws here rather than in the evaluation if KVGRAFT_CPU_ISA is wrong.
+  if (path == Path::cpu_kernel) cpu::current_isa();
 
   std::vector<mx::array> inputs = args.sources;
   inputs.push_back(args.weight.data);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 
 import mlx.core as mx
@@ -34,11 +36,27 @@ def check(got, problem):
     assert oracle.nmse(got, want) <= NMSE_LIMIT[problem.result_dtype]
 
 
+@pytest.fixture(params=_ext.cpu_isas())
+def isa(request):
+    """Each instruction set that can run here, the plain one always."""
+    before = _ext.cpu_isa()
+    _ext.use_cpu_isa(request.param)
+    yield request.param
+    _ext.use_cpu_isa(before)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize("path", [ops.map_layer, composed], ids=["fused", "composed"])
-def test_against_float64(case, path):
+def test_against_float64(case, isa):
     problem = build(case)
-    check(path(**problem.arguments), problem)
+    out = ops.map_layer(**problem.arguments)
+    mx.eval(out)
+    check(out, problem)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_composed_against_float64(case):
+    problem = build(case)
+    check(composed(**problem.arguments), problem)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -61,7 +79,7 @@ KEYS = Case(
 )
 
 
-def test_saturates_and_keeps_nan():
+def test_saturates_and_keeps_nan(isa):
     big = mx.full((1, 2, 4), 6e4, dtype=F16)
     ones = mx.ones((1, 4, 4), dtype=F16)
     assert (ops.map_layer([big], ones) == 65504).all()
@@ -76,7 +94,7 @@ def test_saturates_and_keeps_nan():
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_nan_stays_where_it_was(dtype):
+def test_nan_stays_where_it_was(dtype, isa):
     problem = build(KEYS)
     x = mx.array(problem.sources[1])
     x[1, 5, 7] = float("nan")
@@ -87,7 +105,7 @@ def test_nan_stays_where_it_was(dtype):
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_every_narrow_value_passes_through(dtype):
+def test_every_narrow_value_passes_through(dtype, isa):
     """One feature times one: conversions are exact for all 65,536 bit patterns."""
     bits = mx.array(np.arange(65536, dtype=np.uint16))
     x = bits.view(dtype).reshape(1, 65536, 1)
@@ -102,7 +120,7 @@ def test_every_narrow_value_passes_through(dtype):
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_rounds_to_nearest_even(dtype):
+def test_rounds_to_nearest_even(dtype, isa):
     """Midpoints between narrow values, and their float32 neighbours."""
     bits = np.arange(0, 0x7C00 if dtype == F16 else 0x7F80, dtype=np.uint16)
     low = np.array(mx.array(bits).view(dtype).astype(F32))
@@ -269,7 +287,7 @@ def test_inputs_may_be_dropped_and_are_not_aliased():
     assert (out == 3).all()
 
 
-def test_unusual_weights():
+def test_unusual_weights(isa):
     problem = build(Case("values", cache=(F32,), weight=F32))
     want = ops.map_layer(problem.sources, problem.weight, problem.bias)
     swapped = mx.contiguous(problem.weight.swapaxes(0, 2)).swapaxes(0, 2)
@@ -284,13 +302,42 @@ def test_unusual_weights():
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_weights_with_strides(bits):
+def test_quantised_weights_with_strides(bits, isa):
     problem = build(Case("packed", weight=bits, cache=(F32,)))
     w = problem.weight
     parts = [mx.contiguous(a.swapaxes(1, 2)).swapaxes(1, 2) for a in (w.packed, w.scales, w.biases)]
     other = AffineWeight(*parts, w.group_size, w.bits)
     want = ops.map_layer(problem.sources, w)
     assert mx.allclose(ops.map_layer(problem.sources, other), want, atol=1e-6)
+
+
+def test_instruction_set_is_chosen_by_name():
+    assert "plain" in _ext.cpu_isas()
+    with pytest.raises(ValueError, match="It has: .*plain"):
+        _ext.use_cpu_isa("vax")
+    code = "from kvgraft import _ext; print(_ext.cpu_isa())"
+    for name, want in (("plain", "plain"), ("", _ext.cpu_isas()[0])):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"KVGRAFT_CPU_ISA": name},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.split() == [want], done.stderr
+    code = "import mlx.core as mx; from kvgraft import ops; ops.map_layer([x:=mx.ones((1,1,1))], x)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"KVGRAFT_CPU_ISA": "vax"}, capture_output=True, text=True
+    )
+    assert "KVGRAFT_CPU_ISA asks for the instruction set 'vax'" in done.stderr
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 6, 7, 30])
+@pytest.mark.parametrize("weight", [F16, BF16, F32, 4, 8])
+def test_few_tokens(tokens, weight, isa):
+    """Weights are read in place for a few tokens; odd ends take other ways."""
+    case = Case("few", tokens=tokens, weight=weight, target=(3, 80), plan="local")
+    problem = build(case)
+    check(ops.map_layer(**problem.arguments), problem)
 
 
 def test_explain():

@@ -100,7 +100,9 @@ void MapLayer::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
   encoder.set_output_array(out);
   // Runs later, on the stream's thread. Raw pointers are enough: MLX keeps the
   // buffers of a primitive's inputs and outputs until its tasks have run.
-  encoder.dispatch([job = make_job(spec_, inputs, out)] { cpu::map_layer_plain(job); });
+  encoder.dispatch([job = make_job(spec_, inputs, out), isa = &cpu::current_isa()] {
+    cpu::map_layer(job, *isa);
+  });
 }
 
 }  // namespace kvgraft

@@ -1,48 +1,80 @@
 // float16 and bfloat16 in plain C++, for code that runs on any processor.
+//
+// Everything is static: these functions are compiled for several instruction
+// sets, and a shared symbol could be the copy an older processor cannot run.
 #pragma once
 
-#include <bit>
-#include <cmath>
 #include <cstdint>
 
 namespace kvgraft::cpu {
 
-inline float half_to_float(uint16_t h) {
-  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
-  const uint32_t rest = static_cast<uint32_t>(h & 0x7fff) << 13;
-  if ((h & 0x7c00) == 0x7c00) return std::bit_cast<float>(sign | 0x7f800000 | rest);
+struct Half {
+  uint16_t bits;
+};
+
+struct Bfloat {
+  uint16_t bits;
+};
+
+static inline uint32_t float_bits(float x) {
+  return __builtin_bit_cast(uint32_t, x);
+}
+static inline float bits_float(uint32_t x) {
+  return __builtin_bit_cast(float, x);
+}
+
+static inline float to_float(float x) {
+  return x;
+}
+
+static inline float to_float(Half h) {
+  const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000) << 16;
+  const uint32_t rest = static_cast<uint32_t>(h.bits & 0x7fff) << 13;
+  if ((h.bits & 0x7c00) == 0x7c00) return bits_float(sign | 0x7f800000 | rest);
   // Scaling by 2^112 moves the exponent and makes subnormals right as well.
-  return std::bit_cast<float>(sign |
-                              std::bit_cast<uint32_t>(std::bit_cast<float>(rest) * 0x1p112f));
+  return bits_float(sign | float_bits(bits_float(rest) * 0x1p112f));
 }
 
-inline float bfloat_to_float(uint16_t b) {
-  return std::bit_cast<float>(static_cast<uint32_t>(b) << 16);
+static inline float to_float(Bfloat b) {
+  return bits_float(static_cast<uint32_t>(b.bits) << 16);
 }
 
-// Round to nearest even; beyond the range becomes the largest finite value; NaN
-// stays NaN.
-inline uint16_t float_to_half(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+// Rounded to nearest even. What lies beyond the range becomes the largest
+// finite value; NaN stays NaN.
+static inline void narrow(float x, float* out) {
+  *out = x;
+}
+
+static inline void narrow(float x, Half* out) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t sign = bits >> 16 & 0x8000;
   const uint32_t mag = bits & 0x7fffffff;
-  if (mag > 0x7f800000) return sign | 0x7e00;
-  if (mag >= 0x477ff000) return sign | 0x7bff;  // 65520 and up would round to inf
-  if (mag < 0x38800000) {                       // below 2^-14: subnormal
+  uint32_t half;
+  if (mag > 0x7f800000) {
+    half = 0x7e00;
+  } else if (mag >= 0x477ff000) {  // 65520 and up would round to infinity
+    half = 0x7bff;
+  } else if (mag < 0x38800000) {  // below 2^-14, where halves are subnormal
     // Adding 0.5 leaves the rounded multiple of 2^-24 in the low mantissa bits.
-    const float shifted = std::bit_cast<float>(mag) + 0.5f;
-    return sign | static_cast<uint16_t>(std::bit_cast<uint32_t>(shifted) - 0x3f000000);
+    half = float_bits(bits_float(mag) + 0.5f) - 0x3f000000;
+  } else {
+    half = (mag - 0x38000000 + 0xfff + (mag >> 13 & 1)) >> 13;
   }
-  const uint32_t rounded = mag - 0x38000000 + 0xfff + (mag >> 13 & 1);
-  return sign | static_cast<uint16_t>(rounded >> 13);
+  out->bits = static_cast<uint16_t>(sign | half);
 }
 
-inline uint16_t float_to_bfloat(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
+static inline void narrow(float x, Bfloat* out) {
+  const uint32_t bits = float_bits(x);
   const uint32_t mag = bits & 0x7fffffff;
-  if (mag > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
-  if (mag >= 0x7f7f8000) return static_cast<uint16_t>((bits >> 16 & 0x8000) | 0x7f7f);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  uint32_t value;
+  if (mag > 0x7f800000) {
+    value = bits >> 16 | 0x40;
+  } else if (mag >= 0x7f7f8000) {
+    value = (bits >> 16 & 0x8000) | 0x7f7f;
+  } else {
+    value = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+  out->bits = static_cast<uint16_t>(value);
 }
 
 }  // namespace kvgraft::cpu

@@ -3,11 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
-namespace kvgraft::cpu {
+#include "cpu/isa.h"
 
-enum class Type : uint8_t { f32, f16, bf16 };
+namespace kvgraft::cpu {
 
 // All strides count elements, not bytes, and may be zero or negative.
 
@@ -30,24 +31,9 @@ struct Table {
   const float* cos;
   const float* sin;
   int pairs;
-  bool traditional;  // pairs are (2i, 2i + 1) rather than (i, i + pairs)
+  bool traditional;
   int64_t cos_strides[3];
   int64_t sin_strides[3];
-};
-
-// [heads, in, out] values, or MLX affine groups along the input axis.
-struct Weight {
-  const void* data;  // of `type`, or packed uint32 [heads, out, in * bits / 32]
-  Type type;         // of data; of scales and biases when quantised
-  int bits;          // 0 when not quantised, else 4 or 8
-  int group_size;
-  int64_t head_stride;
-  int64_t in_stride;  // of packed words when quantised
-  int64_t out_stride;
-  const void* scales;  // [heads, out, in / group_size], biases likewise
-  const void* biases;
-  int64_t scale_strides[3];
-  int64_t bias_strides[3];
 };
 
 struct Job {
@@ -71,7 +57,15 @@ struct Job {
   Type out_type;
 };
 
-// Computes the whole job on the calling thread and the pool's.
-void map_layer_plain(const Job& job);
+// Computes the whole job, on the calling thread and the pool's.
+void map_layer(const Job& job, const Isa& isa);
+
+// The instruction sets that this build has and this processor runs, best first.
+std::vector<std::string> isa_names();
+
+// The one in use: the best, or the one that KVGRAFT_CPU_ISA or use_isa names.
+// Both throw std::invalid_argument for a set that is not in isa_names().
+const Isa& current_isa();
+void use_isa(const std::string& name);
 
 }  // namespace kvgraft::cpu

@@ -123,7 +123,7 @@ def report() -> dict[str, Any]:
         "device": "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu",
         "gpu": bool(gpu),
         "map_layer": {
-            "cpu": f"fused kernel, {_ext.num_threads()} threads",
+            "cpu": f"fused kernel, {_ext.cpu_isa()}, {_ext.num_threads()} threads",
             "gpu": _gpu_path(bool(gpu)),
         },
         "blas": blas(),
