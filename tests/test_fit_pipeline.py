@@ -271,11 +271,11 @@ def interrupt_after(monkeypatch, n: int, error: BaseException):
     """Let ``n`` model runs happen, then fail."""
     real, calls = pipeline_module.capture, []
 
-    def counting(*args):
+    def counting(*args, **named):
         if len(calls) == n:
             raise error
         calls.append(1)
-        return real(*args)
+        return real(*args, **named)
 
     monkeypatch.setattr(pipeline_module, "capture", counting)
     return calls

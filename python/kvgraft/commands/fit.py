@@ -86,6 +86,12 @@ def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
         default="float16",
         help="how the weights are stored",
     )
+    how.add_argument(
+        "--tune-steps",
+        type=int,
+        default=0,
+        help="steps of tuning the map on the target's predictions (96 is a good number)",
+    )
     text = parser.add_argument_group("text")
     text.add_argument("--sequences", type=int, default=500, help="sequences to read")
     text.add_argument("--seq-len", type=int, default=1024, help="tokens per sequence")
@@ -121,7 +127,7 @@ def config_of(args: argparse.Namespace) -> FitConfig:
 
     names = (
         "k k_values plan selection layers ridge_lambda lambda_convention weights sequences "
-        "seq_len stride skip token_weights heldout chat documents prefix memory_limit sequential"
+        "seq_len stride skip token_weights heldout chat documents prefix tune_steps memory_limit sequential"
     ).split()
     settings = {name: getattr(args, name) for name in names}
     chosen = args.select == "nll"

@@ -129,13 +129,16 @@ def ks_to_try(source: ModelGeometry, config: FitConfig) -> list[int | str]:
     return [*ks, n] if n <= K_TO_TRY[-1] else ks
 
 
-def read_documents(model: Any, tokens: NDArray[np.int32], prefix: int) -> Documents:
+def read_documents(
+    model: Any, tokens: NDArray[np.int32], prefix: int, *, alone: bool = True
+) -> Documents:
     """Let the source read the first part of held-out text, and keep its caches.
 
     Args:
         model: The source.
         tokens: ``[n, length]`` token ids.
         prefix: Tokens before the scored part.
+        alone: Score the source going on by itself, too.
 
     Raises:
         FitError: If nothing would be scored.
@@ -143,7 +146,7 @@ def read_documents(model: Any, tokens: NDArray[np.int32], prefix: int) -> Docume
     """
     if not 2 <= prefix < tokens.shape[1]:
         raise FitError(f"A prefix of {prefix} leaves nothing to score of {tokens.shape[1]} tokens.")
-    source, alone = [], []
+    source, losses = [], []
     for row in tokens:
         cache = prefill(model, row[: prefix - 1].tolist())
         snapshot = caches.read_cache(cache)
@@ -151,9 +154,11 @@ def read_documents(model: Any, tokens: NDArray[np.int32], prefix: int) -> Docume
         kept = {i: (mx.contiguous(k), mx.contiguous(v)) for i, (k, v) in enumerate(snapshot.layers)}
         mx.eval(kept)
         source.append(kept)
-        alone.append(float(continuation_nll(model, cache, row[prefix - 1 :].tolist()).mean()))
+        if alone:
+            rest = row[prefix - 1 :].tolist()
+            losses.append(float(continuation_nll(model, cache, rest).mean()))
         mx.clear_cache()
-    return Documents(tokens, prefix, source, alone=alone)
+    return Documents(tokens, prefix, source, alone=losses)
 
 
 def with_native(documents: Documents, model: Any) -> Documents:

@@ -56,6 +56,10 @@ class FitConfig:
         documents: Held-out sequences that ``"auto"`` compares losses on.
         prefix: Tokens of each that the target has as a mapped cache; the rest is
             scored. ``None``: 768, or three quarters of a shorter sequence.
+        tune_steps: Steps of tuning after the closed form; 0 for none. See
+            :mod:`kvgraft.fit.tune`.
+        tune_batch: Documents per step.
+        tune_rate: Size of a step, as a share of the features' spread.
         content_space: Take RoPE off the keys before fitting (section 3.3 of the
             paper).
         weights: How the weights are stored: ``"float32"``, ``"float16"``,
@@ -89,6 +93,9 @@ class FitConfig:
     chat: bool = False
     documents: int = 8
     prefix: int | None = None
+    tune_steps: int = 0
+    tune_batch: int = 8
+    tune_rate: float = 0.003
     content_space: bool = True
     weights: str = "float16"
     group_size: int = 64
@@ -121,6 +128,11 @@ class FitConfig:
             raise FitError(f"FitConfig: skip {self.skip} leaves none of {self.seq_len} tokens.")
         if not 0 < self.heldout < 1:
             raise FitError(f"FitConfig: heldout must lie between 0 and 1, got {self.heldout}.")
+        if self.tune_steps < 0 or self.tune_batch < 1 or not 0 < self.tune_rate < 1:
+            raise FitError(
+                "FitConfig: tune_steps must be 0 or more, tune_batch 1 or more, tune_rate between "
+                "0 and 1."
+            )
         if not 0 < self.effective_rows <= 1:
             raise FitError("FitConfig: effective_rows must lie between 0 and 1.")
         if self.groups is not None:
@@ -141,6 +153,11 @@ class FitConfig:
     def is_auto(self) -> bool:
         """Whether something is to be chosen by loss."""
         return "auto" in (self.k, self.plan)
+
+    @property
+    def needs_models(self) -> bool:
+        """Whether the moments alone do not make the mapper."""
+        return self.is_auto or self.tune_steps > 0
 
     @property
     def k_of_values(self) -> int | str:

@@ -30,8 +30,9 @@ from kvgraft.fit.moments import KINDS, LayerRows, Moments, MomentSet, common_hea
 from kvgraft.fit.plan import FitPlan, Part, plan_fit, solve_bytes
 from kvgraft.fit.ridge import penalty
 from kvgraft.fit.select import LayerScores, score_layers
-from kvgraft.fit.solve import solve_mapper
+from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper
 from kvgraft.fit.text import CalibrationText, TextLike, read_text
+from kvgraft.fit.tune import tune
 from kvgraft.fit.weights import shrink
 from kvgraft.fit.work import WorkFolder
 from kvgraft.geometry import ModelGeometry
@@ -52,6 +53,9 @@ __all__ = [
 
 CHECKPOINT_EVERY = 50
 """Sequences between two saves of the moments, when there is a folder to save to."""
+
+_KEPT_DOCUMENTS = 64
+"""Documents that are kept for tuning when the source cannot stay."""
 
 Progress = Callable[[int, int], None]
 ModelLike = LoadedModel | str | os.PathLike[str]
@@ -365,7 +369,7 @@ def _gathered(
             "be worse than the pair allows. Give more text, a smaller k, or the plan 'local'."
         )
     total = len(mine) * len(plan.passes) * (2 if config.sequential else 1)
-    total += len(sides[1].geometry.layers)
+    total += len(sides[1].geometry.layers) + config.tune_steps
     clock = _Clock(progress, total)
     with _work_folder(work, plan, sides, calibration, config, keep) as folder:
         gatherer = _Gatherer(sides, calibration, mine, config, plan, folder, clock, group)
@@ -382,7 +386,12 @@ def _gathered(
         moments = GatheredMoments(
             fitted, heldout, config, facts, sides[0].identity, sides[1].identity
         )
-        yield moments, _LastStage(config, plan, sides, gatherer.documents, clock, tell)
+        yield (
+            moments,
+            _LastStage(
+                config, plan, sides, gatherer.documents, gatherer.training_document, clock, tell
+            ),
+        )
         for side in sides:
             side.release()
 
@@ -395,20 +404,34 @@ class _LastStage:
     plan: FitPlan
     sides: tuple[_Side, _Side]
     documents: Documents | None
+    training: Callable[[int], Documents]
     clock: _Clock
     tell: Callable[[str], None]
 
     def finish(self, moments: GatheredMoments) -> Mapper:
         """The mapper that the config asks for."""
-        if not self.config.is_auto:
+        if not self.config.needs_models:
             return moments.solve(progress=self.clock.rest())
         if self.documents is None:
             config = replace(self.config, k=_settled(self.config.k, 8), plan=self._plan())
             self.tell(
-                "The caches of this pair cannot be handed over yet (sliding windows), so k and "
-                f"plan cannot be chosen by loss; taking k={config.k} and plan '{config.plan}'."
+                "The caches of this pair cannot be handed over yet (sliding windows), so nothing "
+                f"can be chosen or tuned by loss; taking k={config.k} and plan '{config.plan}'."
             )
             return moments.solve(config, progress=self.clock.rest())
+        if self.config.is_auto:
+            mapper = self._choose(moments, self.documents)
+        else:
+            mapper = moments.solve(progress=self.clock.rest())
+        if not self.config.tune_steps:
+            return mapper
+        tuned = self._tune(mapper, self.documents)
+        for layer in tuned.layers:
+            layer.scores |= heldout_scores(layer, moments.heldout)
+        tuned.fit |= mean_scores(tuned.layers)
+        return tuned
+
+    def _choose(self, moments: GatheredMoments, documents: Documents) -> Mapper:
         source, target = (side.geometry for side in self.sides)
         ridge = penalty(
             self.config.ridge_lambda, self.config.lambda_convention, moments.fit.count("keys")
@@ -416,7 +439,7 @@ class _LastStage:
         scores = score_layers(moments.fit, moments.heldout, rule=self.config.selection, ridge=ridge)
         mapper, trials = choose(
             lambda config: moments.solve(config, scores=scores),
-            self.documents,
+            documents,
             self.sides[1].model(),
             source,
             target,
@@ -425,8 +448,31 @@ class _LastStage:
             notify=self.tell,
         )
         self.clock.step(len(target.layers))
-        mapper.fit["choice"] = trace(self.documents, trials)
+        mapper.fit["choice"] = trace(documents, trials)
         return mapper
+
+    def _tune(self, mapper: Mapper, documents: Documents) -> Mapper:
+        result = tune(
+            mapper,
+            self.training,
+            documents,
+            self.sides[1].model(),
+            self.sides[1].geometry,
+            config=self.config,
+            progress=self.clock.rest(),
+            notify=self.tell,
+        )
+        result.mapper.fit["tuning"] = {
+            "steps": result.steps,
+            "batch": self.config.tune_batch,
+            "rate": self.config.tune_rate,
+            "divergence_before": result.before,
+            "divergence_after": result.after,
+            "trace": [list(point) for point in result.trace],
+        }
+        if result.steps == 0:
+            self.tell("Tuning did not help on held-out text; the closed form stands.")
+        return result.mapper
 
     def _plan(self) -> str:
         if self.config.plan != "auto":
@@ -592,10 +638,11 @@ class _Gatherer:
         self._config = config
         self.model_seconds = 0.0
         self.documents: Documents | None = None
+        self._kept: list[Documents] = []
 
     def run(self) -> tuple[MomentSet, MomentSet]:
         """The moments of the fitted and of the held-out text."""
-        if self._config.is_auto:
+        if self._config.needs_models:
             self.documents = self._read_documents()
         if self._plan.sequential:
             self._store_source_rows()
@@ -603,22 +650,40 @@ class _Gatherer:
         for index in range(len(self._plan.passes)):
             for n, group in enumerate(self._one_pass(index)):
                 parts[n] += group
-        self._sides[0].release()
+        if not self._config.tune_steps:
+            self._sides[0].release()
         if self._group is not None:
             for moments in (*parts[0], *parts[1]):
                 moments.all_reduce(self._group)
         return MomentSet(parts[0]), MomentSet(parts[1])
 
+    @property
+    def _prefix(self) -> int:
+        return self._config.prefix or min(768, self._text.seq_len * 3 // 4)
+
     def _read_documents(self) -> Documents | None:
         """Held-out text as the source caches it; ``None`` where it cannot be handed over."""
-        tokens = self._text.tokens[self._text.heldout][: self._config.documents]
-        prefix = self._config.prefix or min(768, self._text.seq_len * 3 // 4)
         try:
             for side in self._sides:
                 check_mappable(side.geometry, side.who)
         except GeometryError:
             return None
-        return read_documents(self._sides[0].model(), tokens, prefix)
+        if self._plan.sequential and self._config.tune_steps:
+            # Afterwards the source is gone.
+            wanted = self._config.tune_steps * self._config.tune_batch
+            for i in range(min(wanted, _KEPT_DOCUMENTS)):
+                self._kept.append(self._document(i))
+        tokens = self._text.tokens[self._text.heldout][: self._config.documents]
+        return read_documents(self._sides[0].model(), tokens, self._prefix)
+
+    def training_document(self, i: int) -> Documents:
+        """A sequence that was fitted on, as the source caches it."""
+        return self._kept[i % len(self._kept)] if self._kept else self._document(i)
+
+    def _document(self, i: int) -> Documents:
+        fitted = self._text.tokens[~self._text.heldout]
+        row = fitted[i % len(fitted)]
+        return read_documents(self._sides[0].model(), row[None], self._prefix, alone=False)
 
     def _store_source_rows(self) -> None:
         """Write the source's rows of all sequences to disk, and let the source go."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kvgraft.errors import FitError
 from kvgraft.fit.moments import MomentSet
 
-__all__ = ["SolveReport", "penalty", "r_squared_by_head", "residuals", "solve_ridge"]
+__all__ = ["SolveReport", "penalty", "means_of", "r_squared_by_head", "residuals", "solve_ridge"]
 
 Float64 = NDArray[np.float64]
 
@@ -137,46 +137,52 @@ def penalty(ridge_lambda: float, convention: str, count: float) -> float:
 
 
 def residuals(
-    fit: MomentSet,
-    test: MomentSet,
+    moments: MomentSet,
     kind: str,
     sources: Sequence[int],
     heads: Sequence[int] | None,
     targets: Sequence[int],
     target_heads: Sequence[int] | None,
     weights: Float64,
+    intercept: Float64,
 ) -> tuple[Float64, Float64]:
-    """Squared error and variance of each target feature on the text of ``test``.
-
-    The intercept is the fit's own, so an error of the mean on other text counts.
+    """Squared error and variance of each target feature over the rows of ``moments``.
 
     Args:
-        fit: Moments that the weights were fitted on; only the means are used.
-        test: Moments that they are scored on; may be ``fit``.
+        moments: Moments of the rows to score on.
         kind: ``"keys"`` or ``"values"``.
         sources: Source layers of the features.
         heads: Source heads of the features; ``None`` for all.
         targets: Target layers.
         target_heads: Their heads; ``None`` for all.
         weights: ``[n, m]``, the columns running over ``targets``.
+        intercept: ``[m]``. An error of the mean counts like any other.
 
     Returns:
         ``[m]`` sums of squared errors, ``[m]`` sums of squares about the mean.
     """
     where = [(kind, sources, heads, t, target_heads) for t in targets]
-    xx = test.xx(kind, sources, heads)
-    xy = np.concatenate([test.xy(*one) for one in where], axis=1)
-    total = np.concatenate([test.yy(kind, heads, t, target_heads) for t in targets])
+    xx = moments.xx(kind, sources, heads)
+    xy = np.concatenate([moments.xy(*one) for one in where], axis=1)
+    total = np.concatenate([moments.yy(kind, heads, t, target_heads) for t in targets])
+    x_mean, y_mean = means_of(moments, kind, sources, heads, targets, target_heads)
     error = total - 2 * np.einsum("ij,ij->j", weights, xy)
     error += np.einsum("ij,ij->j", weights, xx @ weights)
-    if test is not fit:
-        means = []
-        for moments in (fit, test):
-            pairs = [moments.means(*one) for one in where]
-            means.append((pairs[0][0], np.concatenate([y for _, y in pairs])))
-        offset = (means[1][1] - means[0][1]) - (means[1][0] - means[0][0]) @ weights
-        error += test.count(kind) * offset**2
+    error += moments.count(kind) * (y_mean - x_mean @ weights - intercept) ** 2
     return np.maximum(error, 0.0), total
+
+
+def means_of(
+    moments: MomentSet,
+    kind: str,
+    sources: Sequence[int],
+    heads: Sequence[int] | None,
+    targets: Sequence[int],
+    target_heads: Sequence[int] | None,
+) -> tuple[Float64, Float64]:
+    """Means of the features, ``[n]``, and of those of several target layers, ``[m]``."""
+    pairs = [moments.means(kind, sources, heads, t, target_heads) for t in targets]
+    return pairs[0][0], np.concatenate([y for _, y in pairs])
 
 
 def r_squared_by_head(error: Float64, total: Float64, n_heads: int) -> Float64:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
 from kvgraft.fit.moments import KINDS, MomentSet
-from kvgraft.fit.ridge import r_squared_by_head, residuals, solve_ridge
+from kvgraft.fit.ridge import means_of, r_squared_by_head, residuals, solve_ridge
 from kvgraft.geometry import ModelGeometry
 
 __all__ = ["LayerScores", "allowed_sources", "choose_layers", "score_layers"]
@@ -179,7 +179,9 @@ def _explained(
     """``[targets]`` R² of one source layer, averaged over the target heads."""
     xy = np.concatenate([fit.xy(kind, (layer,), heads, t, heads) for t in targets], axis=1)
     weights, _ = solve_ridge(fit.xx(kind, (layer,), heads), xy, ridge)
-    error, total = residuals(fit, test, kind, (layer,), heads, targets, heads, weights)
+    x_mean, y_mean = means_of(fit, kind, (layer,), heads, targets, heads)
+    intercept = y_mean - x_mean @ weights
+    error, total = residuals(test, kind, (layer,), heads, targets, heads, weights, intercept)
     out = []
     at = 0
     for t in targets:

@@ -19,7 +19,16 @@ from kvgraft.geometry import ModelGeometry
 from kvgraft.mapper import LayerMap, LinearMap, Mapper
 from kvgraft.weights import Weight, dequantize, quantize
 
-__all__ = ["as_set", "even_groups", "head_plan", "solve_layer", "solve_mapper"]
+__all__ = [
+    "as_set",
+    "even_groups",
+    "head_plan",
+    "heldout_scores",
+    "mean_scores",
+    "solve_layer",
+    "solve_mapper",
+    "store_weight",
+]
 
 Float64 = NDArray[np.float64]
 Plan = tuple[tuple[int, ...], ...]
@@ -170,23 +179,64 @@ def solve_layer(
     scores: dict[str, float] = {}
     maps = {}
     for kind, sources in (("keys", key_sources), ("values", value_sources)):
-        solved = _solve_kind(fit, heldout, config, kind, target_layer, tuple(sources))
+        solved = _solve_kind(fit, config, kind, target_layer, tuple(sources))
         maps[kind] = solved.map
         scores[f"r2_{kind}_fit"] = float(solved.r2_fit.mean())
         scores[f"condition_{kind}"] = solved.condition
         if solved.method != "cholesky":
             scores[f"unstable_{kind}"] = 1.0
-        if solved.r2 is not None:
-            scores[f"r2_{kind}"] = float(solved.r2.mean())
-            for head, r2 in enumerate(solved.r2):
-                scores[f"r2_{kind}.{head}"] = float(r2)
-    return LayerMap(target_layer, maps["keys"], maps["values"], scores)
+    layer = LayerMap(target_layer, maps["keys"], maps["values"], scores)
+    if heldout is not None:
+        scores |= heldout_scores(layer, heldout)
+    return layer
+
+
+def heldout_scores(layer: LayerMap, heldout: MomentSet) -> dict[str, float]:
+    """Held-out R² of a layer with the weights as they are stored, rounding included.
+
+    Args:
+        layer: The maps, loaded.
+        heldout: Moments of held-out text.
+
+    Returns:
+        ``r2_keys`` and ``r2_values``, averaged over heads, and ``r2_keys.0``, ….
+    """
+    scores: dict[str, float] = {}
+    for kind, part in (("keys", layer.keys), ("values", layer.values)):
+        assert part.weight is not None and part.bias is not None
+        used = np.array(dequantize(part.weight).astype(mx.float32)).astype(np.float64)
+        bias = np.array(part.bias.astype(mx.float32)).astype(np.float64)
+        r2 = np.zeros(len(used))
+        for group, heads in _systems(part.heads, len(used)).items():
+            which = None if part.heads is None else heads
+            w = np.concatenate([used[head] for head in heads], axis=1)
+            error, total = residuals(
+                heldout,
+                kind,
+                part.sources,
+                group,
+                [layer.target_layer],
+                which,
+                w,
+                bias[heads].reshape(-1),
+            )
+            r2[heads] = r_squared_by_head(error, total, len(heads))
+        scores[f"r2_{kind}"] = float(r2.mean())
+        scores |= {f"r2_{kind}.{head}": float(value) for head, value in enumerate(r2)}
+    return scores
+
+
+def _systems(plan: Plan | None, n_heads: int) -> dict[tuple[int, ...] | None, list[int]]:
+    """Target heads by the source heads that they see: those share a factor."""
+    systems: dict[tuple[int, ...] | None, list[int]] = {}
+    for head in range(n_heads):
+        systems.setdefault(None if plan is None else plan[head], []).append(head)
+    return systems
 
 
 @dataclass(frozen=True)
 class _Solved:
     map: LinearMap
-    r2: Float64 | None
     r2_fit: Float64
     condition: float
     method: str
@@ -194,7 +244,6 @@ class _Solved:
 
 def _solve_kind(
     fit: MomentSet,
-    heldout: MomentSet | None,
     config: FitConfig,
     kind: str,
     target_layer: int,
@@ -203,11 +252,7 @@ def _solve_kind(
     plan = head_plan(fit.source, fit.target, target_layer, sources, config.plan, config.groups)
     n_heads = fit.target.layers[target_layer].n_kv_heads
     ridge = penalty(config.ridge_lambda, config.lambda_convention, fit.count(kind))
-    # Target heads that see the same features share a factor.
-    systems: dict[tuple[int, ...] | None, list[int]] = {}
-    for head in range(n_heads):
-        systems.setdefault(None if plan is None else plan[head], []).append(head)
-
+    systems = _systems(plan, n_heads)
     weights: list[Float64 | None] = [None] * n_heads
     r2_fit = np.zeros(n_heads)
     condition, method = 0.0, "cholesky"
@@ -230,27 +275,31 @@ def _solve_kind(
             weights[head] = w
 
     dense = np.stack([w for w in weights if w is not None])
-    stored = _store(dense, config, f"Target layer {target_layer}, {kind}")
-    # From here on with the weights as they are stored. The intercept makes up
-    # for what their rounding does to the mean, and the scores include the rest.
+    stored = store_weight(dense, config, f"Target layer {target_layer}, {kind}")
+    # The intercept makes up for what the rounding of the weights does to the mean.
     used = np.array(dequantize(stored).astype(mx.float32)).astype(np.float64)
     bias = np.zeros((n_heads, used.shape[2]))
-    r2 = None if heldout is None else np.zeros(n_heads)
     for group, heads in systems.items():
         which = None if plan is None else heads
-        w = np.concatenate([used[head] for head in heads], axis=1)
         x_mean, y_mean = fit.means(kind, sources, group, target_layer, which)
+        w = np.concatenate([used[head] for head in heads], axis=1)
         bias[heads] = (y_mean - x_mean @ w).reshape(len(heads), -1)
-        if heldout is not None and r2 is not None:
-            error, total = residuals(fit, heldout, kind, sources, group, [target_layer], which, w)
-            r2[heads] = r_squared_by_head(error, total, len(heads))
     linear = LinearMap.of(sources, stored, mx.array(bias.astype(np.float32)), plan)
     mx.eval(_leaves(stored), linear.bias)
-    return _Solved(linear, r2, r2_fit, condition, method)
+    return _Solved(linear, r2_fit, condition, method)
 
 
-def _store(dense: Float64, config: FitConfig, where: str) -> Weight:
-    """``[n_heads, in_dim, out_dim]`` float64 weights in the form that is kept."""
+def store_weight(dense: Float64, config: FitConfig, where: str) -> Weight:
+    """``[n_heads, in_dim, out_dim]`` float64 weights in the form that is kept.
+
+    Args:
+        dense: The weights.
+        config: ``weights`` and ``group_size`` say how.
+        where: Which map this is, for messages.
+
+    Raises:
+        FitError: If they cannot be kept like that.
+    """
     weight = mx.array(dense.astype(np.float32))
     if config.weights in ("8bit", "4bit"):
         _check_range(dense, mx.float16, where)
@@ -307,10 +356,14 @@ def _describe(
     }
     if config.groups is not None:
         out["groups"] = [list(g) for g in config.groups]
-    for kind in ("keys", "values"):
-        for suffix in ("", "_fit"):
-            name = f"r2_{kind}{suffix}"
-            found = [m.scores[name] for m in layers if name in m.scores]
-            if found:
-                out[f"mean_{name}"] = float(np.mean(found))
+    return out | mean_scores(layers)
+
+
+def mean_scores(layers: Sequence[LayerMap]) -> dict[str, float]:
+    """R² averaged over layers: ``mean_r2_keys``, ``mean_r2_keys_fit``, …."""
+    out = {}
+    for name in ("r2_keys", "r2_keys_fit", "r2_values", "r2_values_fit"):
+        found = [m.scores[name] for m in layers if name in m.scores]
+        if found:
+            out[f"mean_{name}"] = float(np.mean(found))
     return out
