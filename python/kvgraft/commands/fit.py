@@ -127,7 +127,8 @@ def config_of(args: argparse.Namespace) -> FitConfig:
 
     names = (
         "k k_values plan selection layers ridge_lambda lambda_convention weights sequences "
-        "seq_len stride skip token_weights heldout chat documents prefix tune_steps memory_limit sequential"
+        "seq_len stride skip token_weights heldout chat documents prefix tune_steps memory_limit "
+        "sequential"
     ).split()
     settings = {name: getattr(args, name) for name in names}
     chosen = args.select == "nll"
