@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -202,3 +204,52 @@ def test_arguments(tmp_path):
     assert len(read_text(in_memory, TOKENIZER, sequences=5, seq_len=32)) == 5
     with pytest.raises(FitError, match="at least one sequence"):
         CalibrationText(np.zeros((2, 4), np.int32), np.array([True, True]))
+
+
+# ------------------------------------------------------- optional kinds of sources
+
+
+def test_parquet(tmp_path, monkeypatch):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    texts = [f"document number {i} " * 3 for i in range(300)]
+    parquet.write_table(pa.table({"text": texts, "id": list(range(300))}), path)
+    got = read_text(path, TOKENIZER, sequences=20, seq_len=50)
+    assert decoded(got.tokens) == "\n\n".join(texts)[:1000]
+    with pytest.raises(FitError, match="no text under 'body'"):
+        read_text(TextSource(path, field="body"), TOKENIZER, sequences=4, seq_len=8)
+    path.write_bytes(b"PAR1 not really")
+    with pytest.raises(FitError, match="a.parquet"):
+        read_text(path, TOKENIZER, sequences=4, seq_len=8)
+
+
+def test_missing_packages_say_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(FitError, match="pip install pyarrow"):
+        read_text(tmp_path / "a.parquet", TOKENIZER)
+    with pytest.raises(FitError, match="pip install datasets"):
+        read_text(parse_source("hf:owner/name"), TOKENIZER)
+
+
+def test_datasets_are_streamed(monkeypatch):
+    asked = []
+
+    def load_dataset(repo, config, *, split, streaming):
+        asked.append((repo, config, split, streaming))
+        if repo == "owner/gone":
+            raise ConnectionError("no network")
+        return ({"text": f"row {i} of many"} for i in range(10**9))
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    source = parse_source("hf:owner/name:sample=2")
+    assert source == TextSource(None, 2.0, dataset="owner/name:sample")
+    got = read_text(source, TOKENIZER, sequences=5, seq_len=30)
+    assert asked == [("owner/name", "sample", "train", True)]
+    assert decoded(got.tokens).startswith("row 0 of many\n\nrow 1 of many")
+    assert got.sources[0]["name"] == "owner/name:sample"
+    with pytest.raises(FitError, match="owner/gone.*no network.*download it"):
+        read_text(parse_source("hf:owner/gone"), TOKENIZER)

@@ -43,8 +43,9 @@ def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
         "--text",
         required=needs_text,
         nargs="+",
-        metavar="FILE[=WEIGHT]",
-        help="calibration text: plain or JSONL; mix domains that you will use",
+        metavar="TEXT[=WEIGHT]",
+        help="calibration text: plain, JSONL or Parquet files, or hf:OWNER/NAME for a dataset; mix "
+        "domains that you will use",
     )
     how = parser.add_argument_group("how")
     how.add_argument(

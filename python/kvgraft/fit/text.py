@@ -38,19 +38,23 @@ class TextSource:
     """Where text comes from.
 
     Attributes:
-        path: A plain-text file, or JSONL (by its ending: ``.jsonl``,
-            ``.ndjson``): one document per line, as a string, or an object with
-            the text under ``field`` or a chat under ``messages``. ``None``
-            when ``documents`` are given.
+        path: A plain-text file; or JSONL (``.jsonl``, ``.ndjson``): one document
+            per line, as a string, or an object with the text under ``field`` or
+            a chat under ``messages``; or Parquet (``.parquet``, needs pyarrow)
+            with such columns. ``None`` when ``documents`` or ``dataset`` are
+            given.
         weight: Share of the sequences, relative to the other sources.
-        field: Name of the text in JSONL objects.
+        field: Name of the text in JSONL objects and Parquet files.
         documents: Texts in memory.
+        dataset: A Hugging Face dataset, ``owner/name`` or ``owner/name:config``;
+            its ``train`` split is streamed (needs ``datasets``).
     """
 
     path: Path | None
     weight: float = 1.0
     field: str = "text"
     documents: tuple[str, ...] = ()
+    dataset: str | None = None
 
     def __post_init__(self) -> None:
         if not self.weight > 0:
@@ -59,18 +63,26 @@ class TextSource:
     @property
     def name(self) -> str:
         """The file's name, for messages and the artifact."""
-        return "texts in memory" if self.path is None else self.path.name
+        if self.path is not None:
+            return self.path.name
+        return "texts in memory" if self.dataset is None else self.dataset
 
 
 def parse_source(argument: str) -> TextSource:
-    """Read ``FILE`` or ``FILE=WEIGHT``, as the command line gives it."""
+    """Read ``TEXT`` or ``TEXT=WEIGHT``, as the command line gives it.
+
+    ``TEXT`` is a file, or ``hf:`` and the name of a Hugging Face dataset.
+    """
     head, separator, tail = argument.rpartition("=")
+    weight = 1.0
     if separator and not Path(argument).exists():
         try:
-            return TextSource(Path(head).expanduser(), float(tail))
+            weight, argument = float(tail), head
         except ValueError:
             pass
-    return TextSource(Path(argument).expanduser())
+    if argument.startswith("hf:"):
+        return TextSource(None, weight, dataset=argument[3:])
+    return TextSource(Path(argument).expanduser(), weight)
 
 
 @dataclass(frozen=True)
@@ -282,7 +294,13 @@ class _Reader:
     def _documents(self, chat: bool) -> Iterator[str]:
         path = self.source.path
         if path is None:
-            yield from _separated(self.source.documents)
+            if self.source.dataset is not None:
+                yield from _separated(self._dataset(self.source.dataset, chat))
+            else:
+                yield from _separated(self.source.documents)
+            return
+        if path.suffix.lower() == ".parquet":
+            yield from _separated(self._parquet(path, chat))
             return
         try:
             with path.open(encoding="utf-8") as lines:
@@ -305,6 +323,44 @@ class _Reader:
             except ValueError as error:
                 raise FitError(f"{where} is not JSON ({error}); give one object a line.") from error
             yield self._text_of(item, where, chat)
+
+    def _parquet(self, path: Path, chat: bool) -> Iterator[str]:
+        try:
+            from pyarrow import ArrowException, parquet
+        except ImportError as error:
+            raise FitError(
+                f"Reading {path} needs pyarrow: pip install pyarrow. Or give JSONL."
+            ) from error
+        wanted = {self.source.field, "messages"}
+        try:
+            file = parquet.ParquetFile(path)
+            columns = [name for name in file.schema_arrow.names if name in wanted]
+            for batch in file.iter_batches(64, columns=columns):
+                for row in batch.to_pylist():
+                    yield self._text_of(row, str(path), chat)
+        except (OSError, ArrowException) as error:
+            raise FitError(f"Cannot read the calibration text {path}: {error}.") from error
+
+    def _dataset(self, name: str, chat: bool) -> Iterator[str]:
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise FitError(
+                f"Reading the dataset {name} needs the datasets package: pip install datasets. Or "
+                "download it and give a file."
+            ) from error
+        repo, _, config = name.partition(":")
+        try:
+            rows = load_dataset(repo, config or None, split="train", streaming=True)
+            for row in rows:
+                yield self._text_of(row, f"The dataset {name}", chat)
+        except FitError:
+            raise
+        except Exception as error:  # its error classes differ from release to release
+            raise FitError(
+                f"Cannot read the dataset {name} ({type(error).__name__}: {error}). Check the name "
+                "and the network, or download it and give a file."
+            ) from error
 
     def _text_of(self, item: Any, where: str, chat: bool) -> str:
         if isinstance(item, str):
