@@ -97,14 +97,16 @@ struct Vectors {
 
   // The even and the odd members of 2 * kLanes values, and back.
   KVGRAFT_INLINE void unzip(F a, F b, F& even, F& odd) {
-    float both[2 * kLanes];
+    float both[2 * kLanes], evens[kLanes], odds[kLanes];
     write(both, a);
     write(both + kLanes, b);
     KVGRAFT_UNROLL
     for (int i = 0; i < kLanes; ++i) {
-      even[i] = both[2 * i];
-      odd[i] = both[2 * i + 1];
+      evens[i] = both[2 * i];
+      odds[i] = both[2 * i + 1];
     }
+    even = read<F>(evens);
+    odd = read<F>(odds);
   }
 
   KVGRAFT_INLINE void zip(F even, F odd, F& a, F& b) {
