@@ -276,6 +276,44 @@ def test_thread_limit():
     assert ops.num_threads() == default >= 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_bounded_by_a_constant():
+    """Beyond inputs, tables and the result, 16 MB however long the context.
+
+    The kernel's own buffers are not MLX's, so the process is asked.
+    """
+    code = """
+import mlx.core as mx
+from kvgraft import ops
+from kvgraft.rope import RopeSpec
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(l for l in lines if l.startswith("VmHWM")).split()[1])
+
+def run(n):
+    sources = [mx.ones((4, n, 64), dtype=mx.float16) * i for i in range(4)]
+    weight = mx.ones((4, 4 * 4 * 64, 64), dtype=mx.float16)
+    bias = mx.ones((4, 64))
+    rope = RopeSpec(64, base=1e4)
+    strip, rotate = rope.table(mx.arange(n), inverse=True), rope.table(mx.arange(n))
+    mx.eval(sources, weight, bias, strip.cos, strip.sin, rotate.cos, rotate.sin)
+    mx.clear_cache()
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+    before = peak()
+    out = ops.map_layer(sources, weight, bias, strip=[strip] * 4, rotate=rotate)
+    mx.eval(out)
+    return peak() - before - out.nbytes
+
+run(10)
+print(run(20000))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # A float32 copy of what the sources give would take 82 MB.
+    assert int(done.stdout) < 16e6
+
+
 def test_inputs_may_be_dropped_and_are_not_aliased():
     x = mx.ones((1, 8, 4))
     eye = mx.eye(4)[None]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import os
+import struct
+import sys
 import threading
 import types
 from dataclasses import replace
@@ -16,6 +20,7 @@ import pytest
 
 import kvgraft
 from kvgraft.errors import GeometryError
+from kvgraft.formats.safetensors import read_header
 from kvgraft.mapper import LinearMap, Mapper
 from kvgraft.rope import RopeSpec
 from kvgraft.transfer import (
@@ -410,6 +415,71 @@ def test_at_most_one_layer_is_resident(big):
     assert not any(m.is_loaded for m in mapper.layers)
     del out
     assert mx.get_active_memory() - after < LAYER
+
+
+class Watched:
+    """A store that notes what is asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.calls: list[tuple[str, int]] = []
+
+    def fill(self, layer: Any) -> None:
+        self.calls.append(("fill", layer.target_layer))
+        self.store.fill(layer)
+
+    def read_ahead(self, layer: Any) -> None:
+        self.calls.append(("ahead", layer.target_layer))
+        self.store.read_ahead(layer)
+
+
+def test_the_next_layer_is_read_ahead_of_the_one_computed(big):
+    mapper, source_kv = big
+    mapper.store = Watched(mapper.store)
+    mapper.load_layer(3)  # there already, so it is neither read ahead nor read
+    mapper.store.calls.clear()
+    transfer_cache(source_kv, mapper)
+    want = [("fill", 0)]
+    for layer in (1, 2, 4, 5, 6, 7):
+        ahead = [("ahead", layer)]
+        want += [*ahead, ("fill", layer)]
+    assert mapper.store.calls == want
+    mapper.store.calls.clear()
+    transfer_cache(source_kv, mapper, unload_after=False)
+    assert mapper.store.calls == [("fill", layer) for layer in range(8)]
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin", "another"])
+def test_read_ahead_names_the_bytes_of_one_layer(tmp_path, monkeypatch, system):
+    path = mappers.mapper(bits=4).save(tmp_path / "a")
+    mapper = load_mapper(path)
+    asked: list[tuple[int, int]] = []
+    if system == "linux":
+        monkeypatch.setattr(
+            os, "posix_fadvise", lambda fd, at, size, advice: asked.append((at, size)), False
+        )
+        monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", 3, False)
+    else:
+        monkeypatch.delattr(os, "posix_fadvise", False)
+        monkeypatch.setattr(sys, "platform", system)
+        monkeypatch.setattr(
+            fcntl, "fcntl", lambda fd, command, advice: asked.append(struct.unpack("qi4x", advice))
+        )
+    mapper.store.read_ahead(mapper.layers[1])
+    assert not mapper.layers[1].is_loaded
+    if system == "another":
+        assert asked == []
+        return
+    header = read_header(path / "mapper.safetensors")
+    data = (path / "mapper.safetensors").read_bytes()
+    parts = [info for name, info in header.tensors.items() if name.startswith("layers.1.")]
+    assert len(parts) == 8
+    assert sorted(asked) == sorted((info.start, info.stop - info.start) for info in parts)
+    read = mapper.read_layer(1).keys.bias
+    assert any(data[at : at + size] == bytes(memoryview(read).cast("B")) for at, size in asked)
+    # It is advice: a file that is gone is somebody else's error to raise.
+    (path / "mapper.safetensors").unlink()
+    mapper.store.read_ahead(mapper.layers[2])
 
 
 def test_a_generator_holds_one_layer_too(big):

@@ -209,6 +209,12 @@ class WeightStore(Protocol):
         Must be safe to call from several threads.
         """
 
+    def read_ahead(self, layer: LayerMap) -> None:
+        """Start to bring the weights of ``layer`` near, since it is filled next.
+
+        Returns at once and takes no memory of the process; may do nothing.
+        """
+
 
 @dataclass
 class Mapper:

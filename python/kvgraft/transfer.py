@@ -85,7 +85,8 @@ def transfer_cache(
         mapper: The mapper for this pair of models.
         positions: ``[N]`` or ``[B, N]`` absolute positions; default ``0 … N-1``.
         unload_after: Hold one layer's weights at a time: read, map, evaluate,
-            drop. With ``False`` the weights stay for the next cache, and the
+            drop. Meanwhile the operating system reads the next layer's from disk
+            into its page cache. With ``False`` the weights stay for the next cache, and the
             result is lazy. A mapper that is only in memory keeps its weights,
             since nothing could bring them back, and is mapped lazily.
         dtype: dtype of the result; default that of the source.
@@ -213,6 +214,12 @@ def _iterate(
         target_layer = described.target_layer
         m = mapper.read_layer(target_layer, keep=not drop)
         keys, values = _map(mapper, m, source_kv, frame, dtype)
+        if drop and i + 1 < len(layers) and mapper.store is not None:
+            # Disk and processor at work at the same time; the next layer waits in
+            # the page cache, so that still only one is in memory.
+            mx.async_eval(keys, values)  # type: ignore[no-untyped-call]
+            if not layers[i + 1].is_loaded:
+                mapper.store.read_ahead(layers[i + 1])
         if drop or consume:
             # Unevaluated results would keep weights and sources alive.
             mx.eval(keys, values)

@@ -13,6 +13,8 @@ import hashlib
 import json
 import math
 import os
+import struct
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ __all__ = [
     "Header",
     "TensorInfo",
     "Writer",
+    "read_ahead",
     "read_header",
     "read_json",
     "read_json_file",
@@ -39,6 +42,9 @@ MAX_HEADER = 100_000_000
 """Longest header that the safetensors format allows, in bytes."""
 
 _CHUNK = 16 << 20
+
+_F_RDADVISE = 44  # of macOS's <sys/fcntl.h>; Python's fcntl doesn't name it
+_ADVICE = 1 << 30  # bytes; the length is an int
 
 # Bytes per element of every dtype the format knows, so that any file is checked.
 _ITEM_SIZES = {
@@ -286,6 +292,29 @@ def _read_tensor(file: Any, header: Header, name: str) -> mx.array:
                 )
             done += count
     return raw.view(dtype).reshape(info.shape)
+
+
+def read_ahead(header: Header, name: str) -> None:
+    """Ask the operating system to read a tensor into its page cache, and go on.
+
+    An advice: it takes no memory of the process, and where the system knows no
+    such call, or the file is gone, nothing happens.
+    """
+    info = header.tensors[name]
+    try:
+        with open(header.path, "rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                size = info.stop - info.start
+                os.posix_fadvise(file.fileno(), info.start, size, os.POSIX_FADV_WILLNEED)
+            elif sys.platform == "darwin":
+                import fcntl
+
+                for start in range(info.start, info.stop, _ADVICE):
+                    # struct radvisory of <sys/fcntl.h>: off_t, int.
+                    advice = struct.pack("qi4x", start, min(_ADVICE, info.stop - start))
+                    fcntl.fcntl(file.fileno(), _F_RDADVISE, advice)
+    except OSError:
+        pass
 
 
 def _bytes_of(array: mx.array) -> memoryview:

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from kvgraft.errors import FormatError, GeometryError
-from kvgraft.formats.safetensors import Header, read_tensors
+from kvgraft.formats.safetensors import Header, read_ahead, read_tensors
 from kvgraft.mapper import LayerMap, LinearMap, Storage
 from kvgraft.weights import AffineWeight, Weight
 
@@ -166,6 +166,14 @@ class FileStore:
         self._checked.add(layer.target_layer)
         for linear, (weight, bias) in zip((layer.keys, layer.values), read, strict=True):
             linear.weight, linear.bias = weight, bias
+
+    def read_ahead(self, layer: LayerMap) -> None:
+        """Ask the operating system to have one layer's part of the files in its page cache."""
+        for kind, linear in (("keys", layer.keys), ("values", layer.values)):
+            storage = linear.on_disk
+            if storage is not None:
+                for name in self._naming(layer.target_layer, kind, storage).values():
+                    read_ahead(self._found[name], name)
 
     def _read(self, target_layer: int, kind: str, linear: LinearMap) -> tuple[Weight, mx.array]:
         storage = linear.on_disk
