@@ -8,6 +8,7 @@ class derives from that too, so that callers written for it keep working.
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "ArtifactWriteError",
     "CacheError",
     "ChecksumError",
@@ -28,6 +29,10 @@ __all__ = [
 
 class KvgraftError(Exception):
     """Base class of all errors raised by kvgraft."""
+
+
+class ArgumentError(KvgraftError, TypeError):
+    """An argument of another kind than the function takes, such as a path for a mapper."""
 
 
 class GeometryError(KvgraftError, ValueError):

@@ -9,8 +9,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvgraft import artifact, caches, transfer
+from kvgraft import artifact, caches
 from kvgraft.geometry import ModelGeometry
+from kvgraft.graft import graft_snapshot
 from kvgraft.mapper import Mapper
 from kvgraft.probe import read_geometry
 
@@ -64,16 +65,11 @@ def graft_cache(
     geometry = read_geometry(target) if target_geometry is None else target_geometry
     artifact.check_pair(mapper, target=geometry)
     snapshot = caches.read_cache(source_cache, mapper.source)
-    layers = transfer.iter_transfer(
-        dict(enumerate(snapshot.layers)),
+    return graft_snapshot(
+        snapshot,
         mapper,
-        snapshot.positions,
-        unload_after,
-        dtype=geometry.mx_dtype,
-    )
-    return caches.build_cache(
         geometry,
-        ((keys, values) for _, keys, values in layers),
+        unload_after=unload_after,
         provenance=_provenance(mapper, snapshot.offset),
     )
 

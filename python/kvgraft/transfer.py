@@ -4,18 +4,25 @@ The names and shapes are those of VeloxQuant-MLX (``load_mapper``,
 ``transfer_layer``, ``transfer_cache``) and of the molt mappers (``apply``):
 arrays in, arrays out. :mod:`kvgraft.caches` reads and builds mlx-lm's cache
 objects.
+
+Values are not looked at unless ``check_finite`` asks for it: that would evaluate
+the arrays, and these functions are lazy, as MLX's own are. A NaN comes out as
+NaN. An infinite value comes out as the largest value of a half-precision
+``dtype``, so look at the source if it may hold one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
 from kvgraft import artifact
-from kvgraft.errors import GeometryError
+from kvgraft.errors import ArgumentError, CacheError, GeometryError, UnsupportedCacheError
+from kvgraft.held import Held
 from kvgraft.mapper import LayerMap, LinearMap, Mapper, SourceKV
 from kvgraft.ops import map_layer
 from kvgraft.rope import RopeSpec, RopeTable
@@ -65,9 +72,12 @@ def transfer_layer(
         GeometryError: If layers are missing, or shapes, dtypes or positions
             don't fit the mapper.
     """
+    _check_kinds(mapper, source_kv)
     m = mapper.layer(target_layer)
     frame = _frame(mapper, [m], source_kv, positions)
-    return _map(mapper, mapper.read_layer(target_layer, keep=True), source_kv, frame, dtype)
+    return _map(
+        mapper, mapper.read_layer(target_layer, keep=True), _pairs(source_kv, m), frame, dtype
+    )
 
 
 def transfer_cache(
@@ -95,6 +105,8 @@ def transfer_cache(
         ``{target_layer: (keys, values)}``. Never shares memory with the source.
 
     Raises:
+        ArgumentError: If an argument is of another kind, such as a path for the
+            mapper or NumPy arrays.
         GeometryError: If layers are missing, or shapes, dtypes or positions
             don't fit the mapper; before any work.
     """
@@ -110,29 +122,50 @@ def iter_transfer(
     *,
     dtype: mx.Dtype | None = None,
     consume: bool = False,
+    held: Mapping[int, Held] | None = None,
+    wanted: Mapping[int, Held] | None = None,
+    check_finite: bool = False,
 ) -> Iterator[tuple[int, mx.array, mx.array]]:
     """Like :func:`transfer_cache`, one target layer at a time.
+
+    Where layers hold different tokens (sliding windows), ``held`` and ``wanted``
+    say which; ``N`` differs from layer to layer then.
 
     Args:
         source_kv: See :func:`transfer_layer`.
         mapper: The mapper for this pair of models.
-        positions: See :func:`transfer_cache`.
+        positions: See :func:`transfer_cache`. Not with ``held``.
         unload_after: See :func:`transfer_cache`.
         dtype: See :func:`transfer_cache`.
         consume: Remove each source layer from ``source_kv``, which must be
             mutable, as soon as no later target layer reads it. The result is
             evaluated then, so that its memory can be given back.
+        held: Per source layer, the tokens whose rows it has.
+        wanted: Per target layer, the tokens to produce; default, all that each
+            of its source layers has.
+        check_finite: Look at each source layer when it is first used, which
+            evaluates it.
 
     Yields:
         ``(target_layer, keys, values)``, target layers ascending.
 
     Raises:
         GeometryError: Before any work; see :func:`transfer_cache`.
+        CacheError: Before any work, if a source layer lacks tokens that are
+            wanted; on the way, if ``check_finite`` finds NaN or infinity.
     """
-    frame = _frame(mapper, mapper.layers, source_kv, positions)
+    _check_kinds(mapper, source_kv)
     if consume and not isinstance(source_kv, MutableMapping):
         raise GeometryError("iter_transfer: consume needs a dict, to remove layers from.")
-    return _iterate(source_kv, mapper, frame, unload_after, dtype, consume)
+    frames: dict[int, _Frame]
+    if held is None and wanted is None:
+        frame = _frame(mapper, mapper.layers, source_kv, positions)
+        frames = {m.target_layer: frame for m in mapper.layers}
+    elif held is None or positions is not None:
+        raise ArgumentError("iter_transfer: `wanted` goes with `held`, and neither with positions.")
+    else:
+        frames = _frames(mapper, source_kv, held, wanted or {})
+    return _iterate(source_kv, mapper, frames, unload_after, dtype, consume, check_finite)
 
 
 def apply(
@@ -158,6 +191,12 @@ def apply(
             layers, the mapper leaves out target layers, or as for
             :func:`transfer_cache`.
     """
+    _check_mapper(mapper)
+    if isinstance(src_pairs, (str, bytes, Mapping)) or not isinstance(src_pairs, Sequence):
+        raise ArgumentError(
+            "apply takes a list of (keys, values), one pair per source layer, not a "
+            f"{type(src_pairs).__name__}."
+        )
     if len(src_pairs) != len(mapper.source.layers):
         raise GeometryError(
             f"{len(src_pairs)} pairs of keys and values given, the source has "
@@ -169,9 +208,13 @@ def apply(
             f"This mapper doesn't produce target layers {sorted(absent)}. Use transfer_cache, "
             "which names the layers it gives."
         )
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise ArgumentError(f"The offset is a number of tokens, not {offset!r}.")
     if offset < 0:
         raise GeometryError(f"The offset must not be negative, got {offset}.")
     source_kv = dict(enumerate(src_pairs))
+    for s in mapper.source_layers:
+        _check_pair(s, source_kv[s])
     shape = source_kv[mapper.source_layers[0]][0].shape
     n_tokens = int(shape[-2]) if len(shape) > 1 else 0
     positions = mx.arange(offset, offset + n_tokens, dtype=mx.int32)
@@ -180,14 +223,20 @@ def apply(
 
 @dataclass
 class _Frame:
-    """Positions of a cache, and the RoPE tables made for them so far.
+    """Positions of some rows, and the RoPE tables made for them so far.
 
     Tables depend on positions and spec alone, and most layers of a model share
     one spec: two tables serve a whole transfer.
+
+    Attributes:
+        positions: Where the rows are.
+        cut: Per source layer, what it holds and what of it is used; none where
+            all rows are.
     """
 
     positions: mx.array
     tables: dict[tuple[RopeSpec, bool], RopeTable | None] = field(default_factory=dict)
+    cut: Mapping[int, tuple[Held, Held]] = field(default_factory=dict)
 
     def table(self, spec: RopeSpec, *, inverse: bool = False) -> RopeTable | None:
         key = (spec, inverse)
@@ -198,22 +247,38 @@ class _Frame:
             self.tables[key] = table
         return self.tables[key]
 
+    def take(self, s: int, x: mx.array) -> mx.array:
+        """The rows of source layer ``s`` that are at these positions."""
+        if s not in self.cut:
+            return x
+        has, part = self.cut[s]
+        return has.take(part, x)
+
+
+_Pairs = dict[int, tuple[mx.array, mx.array]]
+
 
 def _iterate(
     source_kv: SourceKV,
     mapper: Mapper,
-    frame: _Frame,
+    frames: dict[int, _Frame],
     unload_after: bool,
     dtype: mx.Dtype | None,
     consume: bool,
+    check_finite: bool,
 ) -> Iterator[tuple[int, mx.array, mx.array]]:
     drop = unload_after and mapper.store is not None
     layers = sorted(mapper.layers, key=lambda m: m.target_layer)
     last = {s: i for i, m in enumerate(layers) for s in _sources(m)}
+    checked: set[int] = set()
     for i, described in enumerate(layers):
         target_layer = described.target_layer
+        pairs = _pairs(source_kv, described)
+        if check_finite:
+            _check_finite({s: pair for s, pair in pairs.items() if s not in checked})
+            checked |= set(pairs)
         m = mapper.read_layer(target_layer, keep=not drop)
-        keys, values = _map(mapper, m, source_kv, frame, dtype)
+        keys, values = _map(mapper, m, pairs, frames[target_layer], dtype)
         if drop and i + 1 < len(layers) and mapper.store is not None:
             # Disk and processor at work at the same time; the next layer waits in
             # the page cache, so that still only one is in memory.
@@ -223,7 +288,7 @@ def _iterate(
         if drop or consume:
             # Unevaluated results would keep weights and sources alive.
             mx.eval(keys, values)
-        del m
+        del m, pairs
         if drop:
             described.unload()
         if consume and isinstance(source_kv, MutableMapping):
@@ -236,15 +301,20 @@ def _sources(m: LayerMap) -> set[int]:
     return {*m.keys.sources, *m.values.sources}
 
 
+def _pairs(source_kv: SourceKV, m: LayerMap) -> _Pairs:
+    # Each once: a mapping may make its arrays when it is asked for them.
+    return {s: source_kv[s] for s in sorted(_sources(m))}
+
+
 def _map(
     mapper: Mapper,
     m: LayerMap,
-    source_kv: SourceKV,
+    pairs: _Pairs,
     frame: _Frame,
     dtype: mx.Dtype | None,
 ) -> tuple[mx.array, mx.array]:
     if dtype is None:
-        dtype = source_kv[m.keys.sources[0]][0].dtype
+        dtype = pairs[m.keys.sources[0]][0].dtype
     strip, rotate = None, None
     if mapper.content_space:
         ropes = [mapper.source.layers[s].rope for s in m.keys.sources]
@@ -253,7 +323,7 @@ def _map(
 
     def one(part: LinearMap, index: int, **tables: object) -> mx.array:
         assert part.weight is not None
-        sources = [source_kv[s][index] for s in part.sources]
+        sources = [frame.take(s, pairs[s][index]) for s in part.sources]
         return map_layer(
             sources,
             part.weight,
@@ -269,6 +339,59 @@ def _map(
 # -------------------------------------------------------------------- checks
 
 
+def _check_kinds(mapper: Any, source_kv: Any) -> None:
+    """Say what is wrong when the arguments are swapped or of another kind."""
+    _check_mapper(mapper)
+    if isinstance(source_kv, Mapping):
+        return
+    if isinstance(source_kv, (list, tuple)) and source_kv and hasattr(source_kv[0], "offset"):
+        raise UnsupportedCacheError(
+            "This is a list of mlx-lm's cache objects, and arrays are expected. Use "
+            "kvgraft.handoff.graft_cache, or give kvgraft.caches.read_cache(cache).source_kv()."
+        )
+    raise ArgumentError(
+        "The source is given as {layer: (keys, values)}, not as a "
+        f"{type(source_kv).__name__}. For a list of pairs use kvgraft.transfer.apply."
+    )
+
+
+def _check_mapper(mapper: Any) -> None:
+    if isinstance(mapper, Mapper):
+        return
+    hint = (
+        " Open it with kvgraft.load_mapper."
+        if isinstance(mapper, (str, os.PathLike))
+        else " The order is transfer_layer(mapper, target_layer, source_kv) and "
+        "transfer_cache(source_kv, mapper)."
+    )
+    raise ArgumentError(f"A Mapper is expected, not a {type(mapper).__name__}.{hint}")
+
+
+def _check_pair(s: int, pair: Any) -> None:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise GeometryError(f"Source layer {s} is no pair of keys and values.")
+    for name, x in zip(("Keys", "Values"), pair):
+        if not isinstance(x, mx.array):
+            made = " Make one with mx.array(...)." if hasattr(x, "shape") else ""
+            raise ArgumentError(
+                f"{name} of source layer {s} must be an MLX array, not a {type(x).__name__}.{made}"
+            )
+
+
+def _check_finite(pairs: _Pairs) -> None:
+    finite = {
+        s: mx.logical_and(mx.isfinite(k).all(), mx.isfinite(v).all()) for s, (k, v) in pairs.items()
+    }
+    mx.eval(finite)
+    bad = [s for s, fine in finite.items() if not fine.item()]
+    if bad:
+        raise CacheError(
+            f"Source layer{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} of the cache: NaN or "
+            "infinite values. The source model's dtype may have overflowed; load it as bfloat16, "
+            "or re-prefill."
+        )
+
+
 def _frame(
     mapper: Mapper,
     layers: Sequence[LayerMap],
@@ -276,6 +399,52 @@ def _frame(
     positions: mx.array | Sequence[int] | None,
 ) -> _Frame:
     """Check everything that can be checked before any work, and fix the positions."""
+    needed, lead = _check_sources(mapper, layers, source_kv, None)
+    where = _positions(positions, lead[-1], lead[:-1])
+    if mapper.content_space:
+        _check_reach(mapper, layers, needed, where)
+    return _Frame(where)
+
+
+def _frames(
+    mapper: Mapper, source_kv: SourceKV, held: Mapping[int, Held], wanted: Mapping[int, Held]
+) -> dict[int, _Frame]:
+    """Like :func:`_frame`, where layers hold different tokens: one per target layer."""
+    needed, _ = _check_sources(mapper, mapper.layers, source_kv, held)
+    shared: dict[Held, dict[tuple[RopeSpec, bool], RopeTable | None]] = {}
+    frames = {}
+    for m in mapper.layers:
+        sources = sorted(_sources(m))
+        common = held[sources[0]]
+        for s in sources[1:]:
+            common = common & held[s]
+        part = wanted.get(m.target_layer, common)
+        for s in sources:
+            if not held[s].covers(part):
+                raise CacheError(
+                    f"Target layer {m.target_layer} is made for tokens {part} from source layers "
+                    f"{sources}, and source layer {s} holds only tokens {held[s]} any more. "
+                    "Re-prefill, or hand over before the window has passed."
+                )
+        if not len(part):
+            raise CacheError(
+                f"The source layers {sources} of target layer {m.target_layer} have no tokens in "
+                "common; re-prefill."
+            )
+        cut = {s: (held[s], part) for s in sources if held[s] != part}
+        frames[m.target_layer] = _Frame(part.positions, shared.setdefault(part, {}), cut)
+    if mapper.content_space:
+        _check_reach(mapper, mapper.layers, needed, mx.array([h.stop - 1 for h in held.values()]))
+    return frames
+
+
+def _check_sources(
+    mapper: Mapper,
+    layers: Sequence[LayerMap],
+    source_kv: SourceKV,
+    held: Mapping[int, Held] | None,
+) -> tuple[list[int], tuple[int, ...]]:
+    """The source layers that are needed, and ``(batch, tokens)`` or ``(tokens,)`` of the first."""
     needed = sorted({s for m in layers for s in _sources(m)})
     if not needed:
         raise GeometryError("This mapper produces no layers.")
@@ -284,32 +453,33 @@ def _frame(
         raise GeometryError(
             f"The cache lacks source layers {missing}; the mapper reads layers {needed}."
         )
-    first = source_kv[needed[0]][0]
-    lead = (*first.shape[:-3], int(first.shape[-2])) if first.ndim in (3, 4) else None
-    if lead is None:
-        raise GeometryError(
-            f"Keys of source layer {needed[0]} have shape {tuple(first.shape)}; expected "
-            "[n_kv_heads, N, head_dim] or [B, n_kv_heads, N, head_dim]."
-        )
+    unknown = [] if held is None else [s for s in needed if s not in held]
+    if unknown:
+        raise ArgumentError(f"`held` does not say which tokens source layers {unknown} hold.")
+    lead: tuple[int, ...] = ()
     for s in needed:
-        _check_layer(mapper, s, source_kv[s], lead)
-    n_tokens = lead[-1]
-    if n_tokens == 0:
+        pair = source_kv[s]
+        _check_pair(s, pair)
+        keys = pair[0]
+        if not lead:
+            if keys.ndim not in (3, 4):
+                raise GeometryError(
+                    f"Keys of source layer {s} have shape {tuple(keys.shape)}; expected "
+                    "[n_kv_heads, N, head_dim] or [B, n_kv_heads, N, head_dim]."
+                )
+            lead = (*keys.shape[:-3], int(keys.shape[-2]))
+        _check_layer(mapper, s, pair, lead if held is None else (*lead[:-1], len(held[s])))
+    if lead[-1] == 0:
         raise GeometryError(
             "The source cache holds no tokens, so there is nothing to transfer. Prefill the "
             "source first, or start the target from an empty cache."
         )
-    where = _positions(positions, n_tokens, lead[:-1])
-    if mapper.content_space:
-        _check_reach(mapper, layers, needed, where)
-    return _Frame(where)
+    return needed, lead
 
 
 def _check_layer(
     mapper: Mapper, s: int, pair: tuple[mx.array, mx.array], lead: tuple[int, ...]
 ) -> None:
-    if len(pair) != 2:
-        raise GeometryError(f"Source layer {s} is no pair of keys and values.")
     geometry = mapper.source.layers[s]
     *batch, n_tokens = lead
     for name, array, dim in zip(
