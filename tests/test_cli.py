@@ -64,6 +64,31 @@ def test_bad_input_to_fit_is_named(change, message, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (["--text", "/nowhere/text.txt"], "/nowhere/text.txt"),
+        (["--text", f"{TEXT}=much"], "must be a number"),
+        (["--resume", TEXT], "is a file; a fit keeps its state in a folder"),
+        (["--prefix", "64", "--tune-steps", "2"], "leaves nothing to score"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_models_are_loaded(
+    change, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("kvgraft.fit.pipeline.load_model", lambda *a, **k: pytest.fail("loaded"))
+    assert main([*FIT, *LITTLE, "--out", str(tmp_path / "m"), *change]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_more_source_layers_than_there_are(tmp_path, capsys):
+    assert main([*FIT, *LITTLE, "--k", "40", "--out", str(tmp_path / "m")]) == 0
+    assert "k is 40, and the source has 6 layers; all of them" in capsys.readouterr().out
+    plan = ["plan", *FIT[1:], *LITTLE, "--k-values", "7"]
+    assert main(plan) == 0
+    assert "k_values is 7, and the source has 6 layers" in capsys.readouterr().out
+
+
 def test_a_place_that_is_taken_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "thesis.txt").write_text("mine")

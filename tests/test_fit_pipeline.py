@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -333,6 +334,50 @@ def test_kill_and_resume(folder, tmp_path):
     assert 0 < state["done"] < 10
     pair = load_model(folder / "source"), load_model(folder / "target")
     got = fit_mapper(*pair, folder / "text.txt", CONFIG, work=work)
+    same_maps(got, fit_mapper(*pair, folder / "text.txt", CONFIG), 1e-3)
+
+
+def test_killed_while_saving(folder, tmp_path):
+    """Killed outright in the middle of writing, again and again, at points drawn at random."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from kvgraft.fit import FitConfig, fit_mapper\n"
+        "from kvgraft.fit import pipeline\n"
+        "pipeline.CHECKPOINT_EVERY = 2\n"
+        "config = FitConfig(sequences=10, seq_len=48, stride=1, k=2, weights='float32',\n"
+        "                   ridge_lambda=1.0)\n"
+        "left = int(sys.argv[5])\n"
+        "def counted(call):\n"
+        "    def wrapped(*args):\n"
+        "        global left\n"
+        "        left -= 1\n"
+        "        if left == 0:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return call(*args)\n"
+        "    return wrapped\n"
+        # Files are written, synced, put in place, and the old ones removed.
+        "os.fsync, os.replace = counted(os.fsync), counted(os.replace)\n"
+        "mapper = fit_mapper(sys.argv[1], sys.argv[2], sys.argv[3], config, work=sys.argv[4])\n"
+        "mapper.save(sys.argv[6])\n"
+    )
+    work, out = tmp_path / "work", tmp_path / "out"
+    draw = random.Random(7)
+    done = []
+    for points in [draw.randint(4, 22), draw.randint(4, 22), draw.randint(4, 22), 10**9]:
+        arguments = [folder / "source", folder / "target", folder / "text.txt", work, points, out]
+        command = [sys.executable, str(script), *map(str, arguments)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == (0 if points == 10**9 else -signal.SIGKILL), ended.stderr
+        if work.exists():
+            state = json.loads((work / "state.json").read_text())
+            done.append((state["pass"], state["done"]))
+    assert done == sorted(done) and done[-1] > (0, 0)
+    assert not work.exists()
+    pair = load_model(folder / "source"), load_model(folder / "target")
+    got = Mapper.load(out)
+    for m in got.layers:
+        got.load_layer(m.target_layer)
     same_maps(got, fit_mapper(*pair, folder / "text.txt", CONFIG), 1e-3)
 
 

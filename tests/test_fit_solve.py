@@ -220,6 +220,33 @@ def test_more_features_than_rows():
     assert m.scores["r2_keys_fit"] > 0.99 > m.scores["r2_keys"]
 
 
+@pytest.mark.parametrize("plan", ["full", "local"])
+def test_lambda_by_held_out_score(plan):
+    # More features than the rows can tell apart, and noise: λ matters, and more for
+    # the values, which are noisier.
+    source_geo, target_geo = geometry(4, 2, 12), geometry(2, 2, 8)
+    rng = np.random.default_rng(3)
+    source = noise(source_geo, 260, rng)
+    target = linear(source, target_geo, [[0, 1], [2, 3]], rng, error=1.0)
+    louder = [v + 6.0 * rng.standard_normal(v.shape).astype(np.float32) for v in target.values]
+    fit, held = split(source_geo, target_geo, source, LayerRows(target.keys, louder), held=80)
+    config = replace(EXACT, k="all", plan=plan)
+    auto = solve_mapper(fit, held, replace(config, ridge_lambda="auto"))
+    fixed = [solve_mapper(fit, held, replace(config, ridge_lambda=10.0**e)) for e in range(-3, 5)]
+    for t, m in enumerate(auto.layers):
+        for kind in ("keys", "values"):
+            best = max(one.layers[t].scores[f"r2_{kind}"] for one in fixed)
+            assert m.scores[f"r2_{kind}"] > best - 0.02
+            same = replace(config, ridge_lambda=m.scores[f"lambda_{kind}"])
+            again = solve_mapper(fit, held, same).layers[t]
+            assert mx.allclose(getattr(again, kind).weight, getattr(m, kind).weight, rtol=1e-4)
+        assert m.scores["lambda_values"] > m.scores["lambda_keys"]
+    assert auto.fit["mean_r2_values"] > fixed[0].fit["mean_r2_values"] + 0.05
+    assert auto.fit["lambda"] == "auto"
+    with pytest.raises(FitError, match="held-out text"):
+        solve_mapper(fit, None, replace(config, ridge_lambda="auto", selection="paper"))
+
+
 def test_constant_target():
     source_geo, target_geo = geometry(2, 2, 4), geometry(1, 2, 4)
     source, target = problem(source_geo, target_geo)
@@ -420,6 +447,7 @@ def test_models_with_mixed_head_counts():
         {"k_values": -1},
         {"ridge_lambda": -0.1},
         {"ridge_lambda": float("nan")},
+        {"ridge_lambda": "best"},
         {"lambda_convention": "trace"},
         {"selection": "best"},
         {"plan": "partial"},

@@ -14,6 +14,7 @@ from fit_problems import prose, tokenizer
 from kvgraft.errors import FitError
 from kvgraft.fit import CalibrationText, TextSource, parse_source, read_text
 from kvgraft.fit import text as text_module
+from kvgraft.fit.text import check_sources
 
 TOKENIZER = tokenizer()
 
@@ -188,11 +189,24 @@ def test_digest_sees_tokens_and_split(tmp_path):
     assert len(digests) == 5
 
 
+def test_files_are_looked_for_before_work(tmp_path):
+    path = words(tmp_path / "a.txt")
+    check_sources([path, TextSource(None, documents=("some text",)), parse_source("hf:owner/name")])
+    for missing in (tmp_path / "b.txt", tmp_path):
+        with pytest.raises(FitError, match=f"calibration text {missing}:"):
+            check_sources([path, missing])
+
+
 def test_arguments(tmp_path):
     path = words(tmp_path / "a=2.txt")
     assert parse_source(str(path)) == TextSource(path)
     assert parse_source("b.txt=2.5") == TextSource(parse_source("b.txt").path, 2.5)
     assert parse_source("b.txt=x").path.name == "b.txt=x"
+    for bad in (f"{path}=x", f"{path}=", "hf:owner/name=1,5"):
+        with pytest.raises(FitError, match="weight of .* must be a number"):
+            parse_source(bad)
+    with pytest.raises(FitError, match="weight"):
+        parse_source(f"{path}=inf")
     for wrong in ({"sequences": 1}, {"heldout": 0}, {"heldout": 1.0}, {"seq_len": 1}):
         with pytest.raises(FitError):
             read_text(path, TOKENIZER, **{"seq_len": 32, **wrong})

@@ -147,6 +147,33 @@ def test_tuning_helps_a_poor_map_on_other_documents(pair, poor, documents):
     )
 
 
+def test_documents_that_come_again_are_kept(pair, poor, documents):
+    model, geometry = target_of(pair)
+    training = documents[0]
+    results = {}
+    for room, reads in ((1 << 30, len(training)), (0, 16)):
+        read = []
+
+        def one(i: int, read: list[int] = read) -> Documents:
+            read.append(i)
+            return training[i % len(training)]
+
+        results[room] = tune(
+            poor,
+            one,
+            documents[1],
+            model,
+            geometry,
+            config=replace(POOR, tune_steps=8),
+            distinct=len(training),
+            kept_bytes=room,
+        )
+        # The first one is read once more, to see what the features are like.
+        assert len(read) - reads in (0, 1)
+    kept, again = results.values()
+    assert kept.after == pytest.approx(again.after, rel=1e-4)
+
+
 def test_tuning_that_does_harm_is_thrown_away(pair, poor, documents):
     model, geometry = target_of(pair)
     result = tune(

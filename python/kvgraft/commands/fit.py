@@ -74,7 +74,13 @@ def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
         default="shared",
         help="the same source layers for keys and values, or each its own",
     )
-    how.add_argument("--lambda", dest="ridge_lambda", type=float, default=0.01, help="ridge λ")
+    how.add_argument(
+        "--lambda",
+        dest="ridge_lambda",
+        type=_lambda,
+        default=0.01,
+        help="ridge λ, or 'auto': for each layer the one that explains held-out text best",
+    )
     how.add_argument(
         "--lambda-convention",
         choices=["gram", "covariance"],
@@ -93,6 +99,8 @@ def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
         default=0,
         help="steps of tuning the map on the target's predictions (96 is a good number)",
     )
+    how.add_argument("--tune-batch", type=int, default=8, help="documents per step of tuning")
+    how.add_argument("--tune-rate", type=float, default=0.003, help="size of a step of tuning")
     text = parser.add_argument_group("text")
     text.add_argument("--sequences", type=int, default=500, help="sequences to read")
     text.add_argument("--seq-len", type=int, default=1024, help="tokens per sequence")
@@ -128,8 +136,8 @@ def config_of(args: argparse.Namespace) -> FitConfig:
 
     names = (
         "k k_values plan selection layers ridge_lambda lambda_convention weights sequences "
-        "seq_len stride skip token_weights heldout chat documents prefix tune_steps memory_limit "
-        "sequential"
+        "seq_len stride skip token_weights heldout chat documents prefix tune_steps tune_batch "
+        "tune_rate memory_limit sequential"
     ).split()
     settings = {name: getattr(args, name) for name in names}
     chosen = args.select == "nll"
@@ -190,6 +198,15 @@ def _k(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'all'") from None
+
+
+def _lambda(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
 
 
 def _size(text: str) -> int:

@@ -76,7 +76,7 @@ class Trial:
         k: Source layers of the keys.
         k_values: Source layers of the values.
         layers: ``"shared"`` or ``"separate"``.
-        ridge_lambda: λ.
+        ridge_lambda: λ, or ``"auto"``.
         n_parameters: Size of the map.
         nll: Mean loss over the documents, nats per token.
         gap: Mean of the loss minus that of the target's own cache.
@@ -90,7 +90,7 @@ class Trial:
     k: int | str
     k_values: int | str
     layers: str
-    ridge_lambda: float
+    ridge_lambda: float | str
     n_parameters: int
     nll: float
     gap: float
@@ -104,7 +104,7 @@ class Trial:
         values = "" if self.k_values == self.k else f" (values {self.k_values})"
         extra = "" if self.layers == "shared" else ", separate layers"
         return (
-            f"{self.plan} k={self.k}{values}{extra}, lambda {self.ridge_lambda:g}: loss "
+            f"{self.plan} k={self.k}{values}{extra}, lambda {_number(self.ridge_lambda)}: loss "
             f"{self.nll:.4f}, {self.gap:+.4f} ± {self.gap_error:.4f} against the target's own "
             f"cache; R2 {self.r2_keys:.3f}/{self.r2_values:.3f}; "
             f"{self.n_parameters / 1e6:.1f} M parameters"
@@ -204,7 +204,7 @@ def choose(
 
     First every plan with growing k, until the loss has risen twice in a row;
     then variations of the winner: more source layers for the values, separate
-    layers for keys and values, stronger λ. A larger map must beat a smaller one
+    layers for keys and values, λ by held-out R², stronger λ. A larger map must beat a smaller one
     by :data:`TOLERANCE`.
 
     Args:
@@ -286,8 +286,15 @@ def _variations(won: FitConfig, n_layers: int) -> Iterator[FitConfig]:
         yield replace(won, k_values=min(2 * won.k, n_layers))
     if won.layers == "shared" and won.k != "all" and won.k != n_layers:
         yield replace(won, layers="separate")
+    if isinstance(won.ridge_lambda, str):
+        return
+    yield replace(won, ridge_lambda="auto")
     for factor in (1e2, 1e4):
         yield replace(won, ridge_lambda=won.ridge_lambda * factor)
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _better(trial: Trial, best: Trial) -> bool:

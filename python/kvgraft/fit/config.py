@@ -28,7 +28,9 @@ class FitConfig:
         k: Source layers per target layer, ``"all"``, or ``"auto"``: chosen by the
             target's loss on held-out text; see :mod:`kvgraft.fit.choose`.
         k_values: The same for values only; ``None`` takes ``k``.
-        ridge_lambda: λ of the ridge.
+        ridge_lambda: λ of the ridge, or ``"auto"``: for each layer, keys and values
+            apart, the one that explains held-out text best; see
+            :func:`kvgraft.fit.solve.best_lambda`.
         lambda_convention: ``"gram"``: added to the centred Gram matrix, as in
             the paper and VeloxQuant-MLX. ``"covariance"``: added to the centred
             covariance, as in the molt mappers; stronger by the number of rows.
@@ -77,7 +79,7 @@ class FitConfig:
 
     k: int | str = 8
     k_values: int | str | None = None
-    ridge_lambda: float = 0.01
+    ridge_lambda: float | str = 0.01
     lambda_convention: str = "gram"
     selection: str = "heldout"
     layers: str = "shared"
@@ -117,8 +119,10 @@ class FitConfig:
                 raise FitError(f"FitConfig: {name} must be 1 or more, or 'all'; got {value!r}.")
         if self.k == "auto" and self.k_values is not None:
             raise FitError("FitConfig: k='auto' chooses k_values too; leave it out.")
-        if not (self.ridge_lambda >= 0 and self.ridge_lambda < float("inf")):
-            raise FitError(f"FitConfig: λ must be 0 or more, got {self.ridge_lambda}.")
+        if self.ridge_lambda != "auto" and not (
+            isinstance(self.ridge_lambda, int | float) and 0 <= self.ridge_lambda < float("inf")
+        ):
+            raise FitError(f"FitConfig: λ must be 0 or more, or 'auto'; got {self.ridge_lambda}.")
         if self.sequences < 2 or self.seq_len < 2 or self.stride < 1 or self.skip < 0:
             raise FitError(
                 "FitConfig: sequences and seq_len must be at least 2, stride at least 1, skip "
@@ -148,6 +152,17 @@ class FitConfig:
             raise FitError(f"FitConfig: group_size must be 32, 64 or 128; got {self.group_size}.")
         if self.memory_limit is not None and self.memory_limit <= 0:
             raise FitError("FitConfig: memory_limit must be positive.")
+
+    def penalty(self, count: float) -> float:
+        """What λ adds to the diagonal of a Gram matrix of ``count`` rows.
+
+        Where λ is chosen layer by layer, the paper's stands in.
+        """
+        from kvgraft.fit.ridge import penalty
+
+        if isinstance(self.ridge_lambda, str):
+            return penalty(0.01, "gram", count)
+        return penalty(self.ridge_lambda, self.lambda_convention, count)
 
     @property
     def is_auto(self) -> bool:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,32 @@ class Columns:
         """Features of all layers."""
         return sum(self.widths)
 
+    def pick(self, layers: Sequence[int], heads: Sequence[int] | None) -> slice | NDArray[np.intp]:
+        """Columns of some heads of some layers; ``None`` is all heads."""
+        return _pick(self, tuple(layers), None if heads is None else tuple(heads))
+
     def within(self, layer: int, heads: Sequence[int] | None) -> NDArray[np.intp] | None:
         """Columns of some heads inside a layer, counted from its start; ``None`` is all."""
         if heads is None or tuple(heads) == tuple(range(self.heads[layer])):
             return None
         d = self.dims[layer]
         return np.concatenate([np.arange(h * d, (h + 1) * d) for h in heads])
+
+
+@lru_cache(maxsize=512)  # the selection of layers asks for the same few again and again
+def _pick(
+    columns: Columns, layers: tuple[int, ...], heads: tuple[int, ...] | None
+) -> slice | NDArray[np.intp]:
+    inside = [columns.within(layer, heads) for layer in layers]
+    if all(one is None for one in inside) and layers == tuple(
+        range(layers[0], layers[0] + len(layers))
+    ):
+        return slice(columns.starts[layers[0]], columns.starts[layers[-1] + 1])
+    parts = [
+        columns.starts[layer] + (np.arange(columns.widths[layer]) if one is None else one)
+        for layer, one in zip(layers, inside)
+    ]
+    return np.concatenate(parts)
 
 
 def common_heads(source: ModelGeometry, target: ModelGeometry) -> int | None:
@@ -252,41 +272,22 @@ class _Block:
         self,
         layers: Sequence[int],
         heads: Sequence[int] | None,
-        target: int,
+        targets: Sequence[int],
         target_heads: Sequence[int] | None,
     ) -> Float64:
-        """``[n, m]`` moments of some source features with some of a target layer."""
-        columns = self.target_columns(target, target_heads)
+        """``[n, m]`` moments of some source features with some of the target's."""
+        columns = self.target.pick(targets, target_heads)
         parts = []
         for layer in layers:
-            pick = self.source.within(layer, heads)
-            rows = self.rows[layer] if pick is None else self.rows[layer][pick]
             offset = self.source.width - self.source.starts[layer]
-            if isinstance(columns, slice):
-                part = rows[:, offset + columns.start : offset + columns.stop]
+            rows = self.rows[layer][:, offset:]
+            inside = self.source.within(layer, heads)
+            if inside is None or isinstance(columns, slice):
+                part = (rows if inside is None else rows[inside])[:, columns]
             else:
-                part = rows[:, offset + columns]
-            parts.append(part.astype(np.float64))
+                part = rows[inside[:, None], columns]
+            parts.append(part.astype(np.float64, copy=False))
         return np.concatenate(parts)
-
-    def source_columns(
-        self, layers: Sequence[int], heads: Sequence[int] | None
-    ) -> NDArray[np.intp]:
-        """Indices of some source features in ``mean``."""
-        parts = []
-        for layer in layers:
-            pick = self.source.within(layer, heads)
-            inside = np.arange(self.source.widths[layer]) if pick is None else pick
-            parts.append(self.source.starts[layer] + inside)
-        return np.concatenate(parts)
-
-    def target_columns(self, target: int, heads: Sequence[int] | None) -> slice | NDArray[np.intp]:
-        """Indices of some features of a target layer among the target's."""
-        start = self.target.starts[target]
-        pick = self.target.within(target, heads)
-        if pick is None:
-            return slice(start, start + self.target.widths[target])
-        return start + pick
 
 
 class Moments:
@@ -649,10 +650,23 @@ class MomentSet:
         target_heads: Sequence[int] | None,
     ) -> Float64:
         """``[n, m]`` centred moments with the features ``target_heads`` of ``target``."""
-        block, own, part = self._block(kind, heads, target)
-        self._check_own(own, heads, target_heads)
-        index = part.targets.index(target)
-        return block.xy(sources, None if own else heads, index, None if own else target_heads)
+        return self.xy_of(kind, sources, heads, [target], target_heads)
+
+    def xy_of(
+        self,
+        kind: str,
+        sources: Sequence[int],
+        heads: Sequence[int] | None,
+        targets: Sequence[int],
+        target_heads: Sequence[int] | None,
+    ) -> Float64:
+        """:meth:`xy` of several target layers, side by side."""
+        self._check_own(self._block(kind, heads, targets[0])[1], heads, target_heads)
+        found = []
+        for (block, own), group in self._by_block(kind, heads, targets):
+            which = None if own else target_heads
+            found.append(block.xy(sources, None if own else heads, group, which))
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=1)
 
     def means(
         self,
@@ -663,11 +677,24 @@ class MomentSet:
         target_heads: Sequence[int] | None,
     ) -> tuple[Float64, Float64]:
         """Means of the same features: ``[n]`` and ``[m]``."""
-        block, own, part = self._block(kind, heads, target)
-        self._check_own(own, heads, target_heads)
-        x = block.mean[block.source_columns(sources, None if own else heads)]
-        columns = block.target_columns(part.targets.index(target), None if own else target_heads)
-        return x, block.mean[block.source.width :][columns]
+        return self.means_of(kind, sources, heads, [target], target_heads)
+
+    def means_of(
+        self,
+        kind: str,
+        sources: Sequence[int],
+        heads: Sequence[int] | None,
+        targets: Sequence[int],
+        target_heads: Sequence[int] | None,
+    ) -> tuple[Float64, Float64]:
+        """:meth:`means` with those of several target layers, side by side."""
+        x: Float64 = np.zeros(0)
+        found = []
+        for (block, own), group in self._by_block(kind, heads, targets):
+            x = block.mean[block.source.pick(sources, None if own else heads)]
+            columns = block.target.pick(group, None if own else target_heads)
+            found.append(block.mean[block.source.width :][columns])
+        return x, np.concatenate(found)
 
     def yy(
         self,
@@ -677,10 +704,37 @@ class MomentSet:
         target_heads: Sequence[int] | None,
     ) -> Float64:
         """``[m]`` centred sums of squares of the features ``target_heads`` of ``target``."""
-        block, own, part = self._block(kind, heads, target)
-        self._check_own(own, heads, target_heads)
-        columns = block.target_columns(part.targets.index(target), None if own else target_heads)
-        return block.squares[columns]
+        return self.yy_of(kind, heads, [target], target_heads)
+
+    def yy_of(
+        self,
+        kind: str,
+        heads: Sequence[int] | None,
+        targets: Sequence[int],
+        target_heads: Sequence[int] | None,
+    ) -> Float64:
+        """:meth:`yy` of several target layers, side by side."""
+        found = []
+        for (block, own), group in self._by_block(kind, heads, targets):
+            columns = block.target.pick(group, None if own else target_heads)
+            found.append(block.squares[columns])
+        return np.concatenate(found)
+
+    def _by_block(
+        self, kind: str, heads: Sequence[int] | None, targets: Sequence[int]
+    ) -> Iterator[tuple[tuple[_Block, bool], list[int]]]:
+        """Target layers, as each block counts them; neighbours of one block together."""
+        waiting: tuple[_Block, bool] | None = None
+        group: list[int] = []
+        for target in targets:
+            block, own, part = self._block(kind, heads, target)
+            if waiting is not None and waiting[0] is not block:
+                yield waiting, group
+                group = []
+            waiting = block, own
+            group.append(part.targets.index(target))
+        if waiting is not None:
+            yield waiting, group
 
     def _parts_of(self, kind: str) -> Moments:
         for part in self.parts:

@@ -28,11 +28,10 @@ from kvgraft.fit.config import FitConfig
 from kvgraft.fit.estimate import FitTime, estimate_time, measure_blas
 from kvgraft.fit.moments import KINDS, LayerRows, Moments, MomentSet, common_heads
 from kvgraft.fit.plan import FitPlan, Part, plan_fit, solve_bytes
-from kvgraft.fit.ridge import penalty
 from kvgraft.fit.select import LayerScores, score_layers
 from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper
-from kvgraft.fit.text import CalibrationText, TextLike, read_text
-from kvgraft.fit.tune import tune
+from kvgraft.fit.text import CalibrationText, TextLike, as_list, check_sources, read_text
+from kvgraft.fit.tune import KEPT_BYTES, tune
 from kvgraft.fit.weights import shrink
 from kvgraft.fit.work import WorkFolder
 from kvgraft.geometry import ModelGeometry
@@ -287,6 +286,7 @@ def forecast(
         FitError: If the memory limit is too small, or the text too short.
     """
     cfg = FitConfig() if config is None else config
+    _check_request(text, cfg, None)
     sides = _Side(source, "source"), _Side(target, "target")
     seconds = 0.0
     positions = row_positions(cfg.seq_len, cfg.stride, cfg.skip)
@@ -300,11 +300,11 @@ def forecast(
         seconds += time.perf_counter() - begun
         side.release()
     check_tokenizers(sides[0].tokenizer, sides[1].tokenizer)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = tuple(_remarks(sides[0].geometry, cfg))
     sequences, rows_fitted = cfg.sequences, None
     if text is not None:
         calibration = _calibrate(text, sides[0].tokenizer, cfg)
-        notes, sequences = calibration.notes, len(calibration)
+        notes, sequences = (*notes, *calibration.notes), len(calibration)
         rows_fitted = int((~calibration.heldout).sum()) * len(positions)
     geometries = sides[0].geometry, sides[1].geometry
     plan = plan_fit(
@@ -334,6 +334,7 @@ def _gathered(
     """The moments of a pair, for as long as they are solved."""
     started = time.perf_counter()
     tell = notify if notify is not None else _quiet
+    _check_request(text, config, work)
     sides = _Side(source, "source"), _Side(target, "target")
     for side in sides:
         side.look()
@@ -341,7 +342,7 @@ def _gathered(
             side.release()
     check_tokenizers(sides[0].tokenizer, sides[1].tokenizer)
     calibration = _calibrate(text, sides[0].tokenizer, config)
-    for note in calibration.notes:
+    for note in (*_remarks(sides[0].geometry, config), *calibration.notes):
         tell(note)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     mine = list(range(rank, len(calibration), size))
@@ -388,9 +389,7 @@ def _gathered(
         )
         yield (
             moments,
-            _LastStage(
-                config, plan, sides, gatherer.documents, gatherer.training_document, clock, tell
-            ),
+            _LastStage(config, plan, sides, gatherer.documents, gatherer, clock, tell),
         )
         for side in sides:
             side.release()
@@ -404,7 +403,7 @@ class _LastStage:
     plan: FitPlan
     sides: tuple[_Side, _Side]
     documents: Documents | None
-    training: Callable[[int], Documents]
+    gatherer: _Gatherer
     clock: _Clock
     tell: Callable[[str], None]
 
@@ -433,9 +432,7 @@ class _LastStage:
 
     def _choose(self, moments: GatheredMoments, documents: Documents) -> Mapper:
         source, target = (side.geometry for side in self.sides)
-        ridge = penalty(
-            self.config.ridge_lambda, self.config.lambda_convention, moments.fit.count("keys")
-        )
+        ridge = self.config.penalty(moments.fit.count("keys"))
         scores = score_layers(moments.fit, moments.heldout, rule=self.config.selection, ridge=ridge)
         mapper, trials = choose(
             lambda config: moments.solve(config, scores=scores),
@@ -452,13 +449,18 @@ class _LastStage:
         return mapper
 
     def _tune(self, mapper: Mapper, documents: Documents) -> Mapper:
+        room = KEPT_BYTES
+        if self.config.memory_limit is not None:
+            room = max(0, min(room, self.config.memory_limit - self.plan.peak_bytes))
         result = tune(
             mapper,
-            self.training,
+            self.gatherer.training_document,
             documents,
             self.sides[1].model(),
             self.sides[1].geometry,
             config=self.config,
+            distinct=self.gatherer.training_documents,
+            kept_bytes=room,
             progress=self.clock.rest(),
             notify=self.tell,
         )
@@ -488,6 +490,37 @@ class _LastStage:
 
 def _settled(k: int | str, default: int) -> int | str:
     return default if k == "auto" else k
+
+
+def _check_request(
+    text: Text | None, config: FitConfig, work: str | os.PathLike[str] | None
+) -> None:
+    """Refuse what cannot be done before models are loaded."""
+    seq_len = config.seq_len
+    if isinstance(text, CalibrationText):
+        seq_len = text.seq_len
+    elif text is not None:
+        check_sources(as_list(text))
+    if config.needs_models and config.prefix is not None and config.prefix >= seq_len:
+        raise FitError(
+            f"A prefix of {config.prefix} tokens leaves nothing to score of sequences of "
+            f"{seq_len}. Give a smaller prefix or a larger seq_len."
+        )
+    if work is not None and Path(work).exists() and not Path(work).is_dir():
+        raise FitError(
+            f"{work} is a file; a fit keeps its state in a folder. Give a new or empty folder, or "
+            "that of an unfinished fit."
+        )
+
+
+def _remarks(source: ModelGeometry, config: FitConfig) -> list[str]:
+    """What is asked for and cannot be had."""
+    n = len(source.layers)
+    return [
+        f"{name} is {k}, and the source has {n} layers; all of them are used."
+        for name, k in (("k", config.k), ("k_values", config.k_values))
+        if isinstance(k, int) and k > n
+    ]
 
 
 def _calibrate(text: Text, tokenizer: Any, config: FitConfig) -> CalibrationText:
@@ -561,7 +594,9 @@ def _work_folder(
         made = tempfile.mkdtemp(prefix="kvgraft-fit-")
     path = Path(made or given or ".")
     try:
-        _check_space(path, plan.disk_bytes)
+        # A save is written beside the one before it.
+        saves = 0 if given is None or plan.spill else 2 * plan.moment_bytes
+        _check_space(path, plan.disk_bytes + saves)
         folder = WorkFolder(path, _identity(plan, sides, text, config))
         yield folder
         # Not in a finally: an interrupted fit keeps what it has.
@@ -679,6 +714,11 @@ class _Gatherer:
     def training_document(self, i: int) -> Documents:
         """A sequence that was fitted on, as the source caches it."""
         return self._kept[i % len(self._kept)] if self._kept else self._document(i)
+
+    @property
+    def training_documents(self) -> int:
+        """How many different ones there are."""
+        return len(self._kept) or int((~self._text.heldout).sum())
 
     def _document(self, i: int) -> Documents:
         fitted = self._text.tokens[~self._text.heldout]

@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 from kvgraft.errors import FitError
 from kvgraft.fit.moments import MomentSet
 
-__all__ = ["SolveReport", "penalty", "means_of", "r_squared_by_head", "residuals", "solve_ridge"]
+__all__ = [
+    "Residuals",
+    "SolveReport",
+    "penalty",
+    "r_squared_by_head",
+    "residuals",
+    "solve_ridge",
+]
 
 Float64 = NDArray[np.float64]
 
@@ -161,28 +168,41 @@ def residuals(
     Returns:
         ``[m]`` sums of squared errors, ``[m]`` sums of squares about the mean.
     """
-    where = [(kind, sources, heads, t, target_heads) for t in targets]
-    xx = moments.xx(kind, sources, heads)
-    xy = np.concatenate([moments.xy(*one) for one in where], axis=1)
-    total = np.concatenate([moments.yy(kind, heads, t, target_heads) for t in targets])
-    x_mean, y_mean = means_of(moments, kind, sources, heads, targets, target_heads)
-    error = total - 2 * np.einsum("ij,ij->j", weights, xy)
-    error += np.einsum("ij,ij->j", weights, xx @ weights)
-    error += moments.count(kind) * (y_mean - x_mean @ weights - intercept) ** 2
-    return np.maximum(error, 0.0), total
+    scale = Residuals(moments, kind, sources, heads, targets, target_heads)
+    return scale(weights, intercept), scale.total
 
 
-def means_of(
-    moments: MomentSet,
-    kind: str,
-    sources: Sequence[int],
-    heads: Sequence[int] | None,
-    targets: Sequence[int],
-    target_heads: Sequence[int] | None,
-) -> tuple[Float64, Float64]:
-    """Means of the features, ``[n]``, and of those of several target layers, ``[m]``."""
-    pairs = [moments.means(kind, sources, heads, t, target_heads) for t in targets]
-    return pairs[0][0], np.concatenate([y for _, y in pairs])
+class Residuals:
+    """:func:`residuals` of several solutions of one system.
+
+    Arguments are those of :func:`residuals`.
+
+    Attributes:
+        total: ``[m]`` sums of squares about the mean.
+    """
+
+    def __init__(
+        self,
+        moments: MomentSet,
+        kind: str,
+        sources: Sequence[int],
+        heads: Sequence[int] | None,
+        targets: Sequence[int],
+        target_heads: Sequence[int] | None,
+    ) -> None:
+        self._xx = moments.xx(kind, sources, heads)
+        self._xy = moments.xy_of(kind, sources, heads, targets, target_heads)
+        self._count = moments.count(kind)
+        self._means = moments.means_of(kind, sources, heads, targets, target_heads)
+        self.total = moments.yy_of(kind, heads, targets, target_heads)
+
+    def __call__(self, weights: Float64, intercept: Float64) -> Float64:
+        """``[m]`` sums of squared errors."""
+        x_mean, y_mean = self._means
+        error = self.total - 2 * np.einsum("ij,ij->j", weights, self._xy)
+        error += np.einsum("ij,ij->j", weights, self._xx @ weights)
+        error += self._count * (y_mean - x_mean @ weights - intercept) ** 2
+        return np.asarray(np.maximum(error, 0.0))
 
 
 def r_squared_by_head(error: Float64, total: Float64, n_heads: int) -> Float64:

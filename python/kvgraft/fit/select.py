@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
 from kvgraft.fit.moments import KINDS, MomentSet
-from kvgraft.fit.ridge import means_of, r_squared_by_head, residuals, solve_ridge
+from kvgraft.fit.ridge import r_squared_by_head, residuals, solve_ridge
 from kvgraft.geometry import ModelGeometry
 
 __all__ = ["LayerScores", "allowed_sources", "choose_layers", "score_layers"]
@@ -177,11 +177,17 @@ def _explained(
     ridge: float,
 ) -> Float64:
     """``[targets]`` R² of one source layer, averaged over the target heads."""
-    xy = np.concatenate([fit.xy(kind, (layer,), heads, t, heads) for t in targets], axis=1)
+    where = (kind, (layer,), heads, targets, heads)
+    xy = fit.xy_of(*where)
     weights, _ = solve_ridge(fit.xx(kind, (layer,), heads), xy, ridge)
-    x_mean, y_mean = means_of(fit, kind, (layer,), heads, targets, heads)
-    intercept = y_mean - x_mean @ weights
-    error, total = residuals(test, kind, (layer,), heads, targets, heads, weights, intercept)
+    if test is fit:
+        # With (X'X + λI) W = X'Y the squared error needs no product with X'X.
+        total = fit.yy_of(kind, heads, targets, heads)
+        error = total - np.einsum("ij,ij->j", weights, xy) - ridge * (weights**2).sum(axis=0)
+        error = np.maximum(error, 0.0)
+    else:
+        x_mean, y_mean = fit.means_of(*where)
+        error, total = residuals(test, *where, weights, y_mean - x_mean @ weights)
     out = []
     at = 0
     for t in targets:

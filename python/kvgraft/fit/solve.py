@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.moments import Moments, MomentSet
-from kvgraft.fit.ridge import penalty, r_squared_by_head, residuals, solve_ridge
+from kvgraft.fit.ridge import Residuals, r_squared_by_head, residuals, solve_ridge
 from kvgraft.fit.select import LayerScores, choose_layers, score_layers
 from kvgraft.geometry import ModelGeometry
 from kvgraft.mapper import LayerMap, LinearMap, Mapper
@@ -21,6 +21,7 @@ from kvgraft.weights import Weight, dequantize, quantize
 
 __all__ = [
     "as_set",
+    "best_lambda",
     "even_groups",
     "head_plan",
     "heldout_scores",
@@ -33,6 +34,9 @@ __all__ = [
 Float64 = NDArray[np.float64]
 Plan = tuple[tuple[int, ...], ...]
 Progress = Callable[[int, int], None]
+
+_EXPONENTS = (-9, 1)
+"""Least and greatest share of the mean diagonal, as powers of ten, that λ is sought in."""
 
 _FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -132,7 +136,7 @@ def solve_mapper(
     if not fit.count("keys") > 1:
         raise FitError("The moments hold no rows to fit on.")
     if scores is None:
-        ridge = penalty(config.ridge_lambda, config.lambda_convention, fit.count("keys"))
+        ridge = config.penalty(fit.count("keys"))
         scores = score_layers(fit, test, rule=config.selection, ridge=ridge, targets=chosen)
     layers = []
     for n, t in enumerate(chosen):
@@ -174,13 +178,16 @@ def solve_layer(
     The scores of the result: ``r2_keys`` and ``r2_values`` on held-out text,
     with the weights as they are stored, averaged over heads; the same per head
     (``r2_keys.0``, …); ``r2_keys_fit`` and ``r2_values_fit`` in-sample; and the
-    condition numbers ``condition_keys`` and ``condition_values``.
+    condition numbers ``condition_keys`` and ``condition_values``; and where λ was
+    chosen, ``lambda_keys`` and ``lambda_values``, as added to the Gram matrix.
     """
     scores: dict[str, float] = {}
     maps = {}
     for kind, sources in (("keys", key_sources), ("values", value_sources)):
-        solved = _solve_kind(fit, config, kind, target_layer, tuple(sources))
+        solved = _solve_kind(fit, heldout, config, kind, target_layer, tuple(sources))
         maps[kind] = solved.map
+        if config.ridge_lambda == "auto":
+            scores[f"lambda_{kind}"] = solved.ridge
         scores[f"r2_{kind}_fit"] = float(solved.r2_fit.mean())
         scores[f"condition_{kind}"] = solved.condition
         if solved.method != "cholesky":
@@ -240,10 +247,68 @@ class _Solved:
     r2_fit: Float64
     condition: float
     method: str
+    ridge: float
+
+
+def best_lambda(
+    fit: MomentSet,
+    heldout: MomentSet,
+    config: FitConfig,
+    kind: str,
+    target_layer: int,
+    sources: Sequence[int],
+) -> float:
+    """The λ (on the Gram matrix) whose map explains most of held-out text.
+
+    Tried are a share of the mean diagonal of the Gram matrix, first a millionth,
+    then factors of ten up and down from the best for as long as that helps. No
+    model runs: both errors come out of moments.
+
+    Args:
+        fit: Moments of the text that is fitted on.
+        heldout: Moments of held-out text.
+        config: Head plan.
+        kind: ``"keys"`` or ``"values"``.
+        target_layer: The target layer.
+        sources: Its source layers.
+    """
+    plan = head_plan(fit.source, fit.target, target_layer, sources, config.plan, config.groups)
+    n_heads = fit.target.layers[target_layer].n_kv_heads
+    systems = []
+    for group, heads in _systems(plan, n_heads).items():
+        which = None if plan is None else heads
+        xx = fit.xx(kind, sources, group)
+        xy = fit.xy(kind, sources, group, target_layer, which)
+        means = fit.means(kind, sources, group, target_layer, which)
+        test = Residuals(heldout, kind, sources, group, [target_layer], which)
+        systems.append((xx, xy, means, test, len(heads)))
+    scale = float(np.mean([np.trace(xx) / len(xx) for xx, *_ in systems]))
+
+    def explained(exponent: int) -> float:
+        r2 = 0.0
+        for xx, xy, (x_mean, y_mean), test, n in systems:
+            w, _ = solve_ridge(xx.copy(), xy, scale * 10.0**exponent)
+            error = test(w, y_mean - x_mean @ w)
+            r2 += float(r_squared_by_head(error, test.total, n).sum())
+        return r2
+
+    first, (lowest, highest) = -6, _EXPONENTS
+    found = {first: explained(first)}
+    for step in (1, -1):
+        at = max(found, key=lambda e: found[e])
+        while lowest <= at + step <= highest:
+            found[at + step] = explained(at + step)
+            if not found[at + step] > found[at]:
+                break
+            at += step
+        if at > first:
+            break  # what is below the start is below its score
+    return scale * 10.0 ** max(found, key=lambda e: found[e])
 
 
 def _solve_kind(
     fit: MomentSet,
+    heldout: MomentSet | None,
     config: FitConfig,
     kind: str,
     target_layer: int,
@@ -251,7 +316,12 @@ def _solve_kind(
 ) -> _Solved:
     plan = head_plan(fit.source, fit.target, target_layer, sources, config.plan, config.groups)
     n_heads = fit.target.layers[target_layer].n_kv_heads
-    ridge = penalty(config.ridge_lambda, config.lambda_convention, fit.count(kind))
+    if config.ridge_lambda == "auto":
+        if heldout is None:
+            raise FitError("Choosing λ needs moments of held-out text; give λ as a number.")
+        ridge = best_lambda(fit, heldout, config, kind, target_layer, sources)
+    else:
+        ridge = config.penalty(fit.count(kind))
     systems = _systems(plan, n_heads)
     weights: list[Float64 | None] = [None] * n_heads
     r2_fit = np.zeros(n_heads)
@@ -286,7 +356,7 @@ def _solve_kind(
         bias[heads] = (y_mean - x_mean @ w).reshape(len(heads), -1)
     linear = LinearMap.of(sources, stored, mx.array(bias.astype(np.float32)), plan)
     mx.eval(_leaves(stored), linear.bias)
-    return _Solved(linear, r2_fit, condition, method)
+    return _Solved(linear, r2_fit, condition, method, ridge)
 
 
 def store_weight(dense: Float64, config: FitConfig, where: str) -> Weight:

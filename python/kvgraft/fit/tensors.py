@@ -58,8 +58,10 @@ def write_tensors(
     except OSError as error:
         part.unlink(missing_ok=True)
         raise FitError(
-            f"Cannot write {path} ({offset / 1e9:.2f} GB): {error.strerror or error}. Free some "
-            "space or choose another folder; what was saved before is kept."
+            f"Cannot write {path} ({offset / 1e6:,.1f} MB): "
+            # NumPy says how much it wrote, and not why it stopped.
+            f"{error.strerror or 'the disk is full'}. Free some space or choose another folder; "
+            "what was saved before is kept."
         ) from error
     except BaseException:
         part.unlink(missing_ok=True)

@@ -25,7 +25,15 @@ from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
 
-__all__ = ["CalibrationText", "TextSource", "parse_source", "read_text"]
+__all__ = [
+    "CalibrationText",
+    "TextLike",
+    "TextSource",
+    "as_list",
+    "check_sources",
+    "parse_source",
+    "read_text",
+]
 
 _PIECE = 1 << 18
 """Characters of a plain-text file that are tokenised at a time."""
@@ -57,8 +65,10 @@ class TextSource:
     dataset: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.weight > 0:
-            raise FitError(f"The weight of {self.name} must be positive, got {self.weight}.")
+        if not 0 < self.weight < float("inf"):
+            raise FitError(
+                f"The weight of {self.name} must be a positive number, got {self.weight}."
+            )
 
     @property
     def name(self) -> str:
@@ -72,17 +82,43 @@ def parse_source(argument: str) -> TextSource:
     """Read ``TEXT`` or ``TEXT=WEIGHT``, as the command line gives it.
 
     ``TEXT`` is a file, or ``hf:`` and the name of a Hugging Face dataset.
+
+    Raises:
+        FitError: If the weight is no positive number.
     """
     head, separator, tail = argument.rpartition("=")
     weight = 1.0
-    if separator and not Path(argument).exists():
+    if separator and not Path(argument).expanduser().exists():
         try:
             weight, argument = float(tail), head
         except ValueError:
-            pass
+            # A file of such a name may be missing; one of the name before the sign is there.
+            if head.startswith("hf:") or Path(head).expanduser().exists():
+                raise FitError(
+                    f"The weight of {head} must be a number, as in {head}=0.5; got {tail!r}."
+                ) from None
     if argument.startswith("hf:"):
         return TextSource(None, weight, dataset=argument[3:])
     return TextSource(Path(argument).expanduser(), weight)
+
+
+def check_sources(sources: Sequence[TextLike]) -> None:
+    """Refuse files that cannot be read, before anything else is done.
+
+    Raises:
+        FitError: If one is missing, is a folder, or may not be read.
+    """
+    for source in map(_as_source, sources):
+        if source.path is None:
+            continue
+        try:
+            source.path.open("rb").close()
+        except OSError as error:
+            raise _unreadable(source.path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> FitError:
+    return FitError(f"Cannot read the calibration text {path}: {error.strerror}.")
 
 
 @dataclass(frozen=True)
@@ -182,7 +218,7 @@ def read_text(
     prefix = _prefix(tokenizer)
     if seq_len < len(prefix) + 2:
         raise FitError(f"seq_len {seq_len} is too short to hold any text.")
-    given = [sources] if isinstance(sources, str | os.PathLike | TextSource) else list(sources)
+    given = as_list(sources)
     if not given:
         raise FitError("No calibration text given.")
     readers = [_Reader(_as_source(s), tokenizer, prefix, seq_len, chat) for s in given]
@@ -235,6 +271,11 @@ def read_text(
     if held.all():
         held[0] = False
     return CalibrationText(np.stack(rows), held, tuple(r.describe() for r in readers), tuple(notes))
+
+
+def as_list(sources: TextLike | Sequence[TextLike]) -> list[TextLike]:
+    """One source or several, as a list."""
+    return [sources] if isinstance(sources, str | os.PathLike | TextSource) else list(sources)
 
 
 def _as_source(text: TextLike) -> TextSource:
@@ -311,7 +352,7 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise FitError(f"{path} is not UTF-8 text: {error}. Convert it first.") from error
         except OSError as error:
-            raise FitError(f"Cannot read the calibration text {path}: {error.strerror}.") from error
+            raise _unreadable(path, error) from error
 
     def _json_lines(self, lines: Iterable[str], path: Path, chat: bool) -> Iterator[str]:
         for number, line in enumerate(lines, 1):

@@ -1,12 +1,12 @@
-"""A short tuning of the fitted map on what the target says.
+"""Tuning of the fitted map on what the target says.
 
 Least squares treats all errors of a cached number alike; the target does not.
 After the closed form, the same affine map (same weights, same cost at hand-off)
-is tuned for a few dozen steps so that the target, going on from the mapped
+is tuned for some steps so that the target, going on from the mapped
 cache, predicts what it would predict from its own: the loss is the KL divergence
-between the two. Each document is used once if there are enough of them: on few,
-tuning learns them by heart. Documents that are not trained on decide which step
-is kept, if any.
+between the two. Each document is used once if there are enough of them, or else
+again and again: on few, tuning learns them by heart. Documents that are not
+trained on decide which step is kept, if any.
 
 The step is made in units of the features' own spread: an input that varies by
 hundreds and one that varies by hundredths both move the output by about as much.
@@ -40,6 +40,9 @@ __all__ = ["TuneResult", "divergence", "tune"]
 EVALUATIONS = 8
 """How often the held-out documents are looked at. The divergence rises at first,
 so that stopping at the first rise would stop too early."""
+
+KEPT_BYTES = 768 << 20
+"""Documents that come up again are kept up to this size, instead of read again."""
 
 _WARM_UP = 4
 
@@ -101,6 +104,8 @@ def tune(
     geometry: ModelGeometry,
     *,
     config: FitConfig,
+    distinct: int | None = None,
+    kept_bytes: int = KEPT_BYTES,
     progress: Callable[[int, int], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> TuneResult:
@@ -108,13 +113,16 @@ def tune(
 
     Args:
         mapper: Where to start; not changed.
-        training: Gives the ``i``-th document to train on, alone; called once for
-            each. All have one length and prefix.
+        training: Gives the ``i``-th document to train on, alone. All have one
+            length and prefix.
         heldout: Other documents, which decide what is kept.
         model: The target; its weights stay as they are.
         geometry: The target's geometry.
         config: ``tune_steps``, ``tune_batch``, ``tune_rate``, and how weights are
             stored.
+        distinct: After how many documents ``training`` begins again, if it does.
+            What has been read is then kept, as far as ``kept_bytes`` go.
+        kept_bytes: Memory for that.
         progress: Called with (steps done, steps in all).
         notify: Called with a line at each evaluation.
 
@@ -127,8 +135,8 @@ def tune(
     before = float(np.mean(divergence(mapper, heldout, model, geometry)))
     trace = [(0, before)]
     best: tuple[float, int, Mapper] = (before, 0, mapper)
-    first = training(0)
-    start = _Start(mapper, first)
+    shelf = _Shelf(training, model, distinct, kept_bytes if steps * batch > (distinct or 0) else 0)
+    start = _Start(mapper, shelf(0)[0])
     params: Params = start.zeros()
     optimizer = optim.Adam(learning_rate=_schedule(config.tune_rate, steps), betas=[0.9, 0.99])
 
@@ -142,9 +150,7 @@ def tune(
     for step in range(steps):
         total, value = start.zeros(), 0.0
         for n in range(batch):
-            i = step * batch + n
-            document = first if i == 0 else training(i)
-            wanted = mx.stop_gradient(_native_logits(model, document, 0))
+            document, wanted = shelf(step * batch + n)
             one, grads = gradient(params, document, wanted)
             total = {name: total[name] + grads[name] / batch for name in total}
             mx.eval(total, one)
@@ -174,6 +180,30 @@ def _schedule(rate: float, steps: int) -> Any:
     rise = min(_WARM_UP, max(1, steps // 4))
     fall = optim.cosine_decay(rate, max(1, steps - rise), 0.1 * rate)
     return optim.join_schedules([optim.linear_schedule(rate / rise, rate, rise), fall], [rise])
+
+
+class _Shelf:
+    """Training documents with what the target makes of its own cache of them."""
+
+    def __init__(
+        self, read: Callable[[int], Documents], model: Any, distinct: int | None, room: int
+    ) -> None:
+        self._read, self._model = read, model
+        self._distinct, self._room = distinct, room if distinct else 0
+        self._kept: dict[int, tuple[Documents, mx.array]] = {}
+
+    def __call__(self, i: int) -> tuple[Documents, mx.array]:
+        at = i if self._distinct is None else i % self._distinct
+        if at in self._kept:
+            return self._kept[at]
+        document = self._read(i)
+        wanted = mx.stop_gradient(_native_logits(self._model, document, 0))
+        size = wanted.nbytes + sum(x.nbytes for kv in document.source[0].values() for x in kv)
+        if size <= self._room:
+            mx.eval(wanted, document.source)
+            self._room -= size
+            self._kept[at] = document, wanted
+        return document, wanted
 
 
 class _Start:

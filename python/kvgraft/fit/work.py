@@ -119,10 +119,15 @@ class WorkFolder:
             FitError: If they cannot be written. What was saved before is kept.
         """
         names = []
-        for n, part in enumerate(parts):
-            name = f"moments-{index}-{done:06d}-part-{n}.safetensors"
-            part.save(self.path / name)
-            names.append(name)
+        try:
+            for n, part in enumerate(parts):
+                names.append(f"moments-{index}-{done:06d}-part-{n}.safetensors")
+                part.save(self.path / names[-1])
+        except FitError:
+            # On a full disk every byte counts; the older moments stand.
+            for name in names:
+                (self.path / name).unlink(missing_ok=True)
+            raise
         others = [n for n in self._state["moments"] if not n.startswith(f"moments-{index}-")]
         self._state["moments"] = [*others, *names]
         self._state["pass"] = index + 1 if complete else index

@@ -111,4 +111,4 @@ def describe_folder(path: Path) -> str:
             "doesn't; ask its author for safetensors."
         )
     shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-    return f"it holds no mapper_config.json, only {shown}"
+    return f"it holds no mapper_config.json, only {shown}."
