@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 import pytest
 import zoo
+from identity import identity_mapper
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.caches import is_mapped, provenance_of
 from kvgraft.errors import CacheError, KvgraftError, PairMismatchError
 from kvgraft.handoff import graft_cache, prefill
-from kvgraft.mapper import LayerMap, LinearMap, Mapper
-from kvgraft.probe import read_geometry
 
 TOKENS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 3]
-
-
-def identity_mapper(model) -> Mapper:
-    """Maps a model's cache onto itself, head by head."""
-    geometry = read_geometry(model)
-    layers = []
-    for i, g in enumerate(geometry.layers):
-        plan = [[h] for h in range(g.n_kv_heads)]
-
-        def same(dim: int, i: int = i, plan: Sequence[Sequence[int]] = plan) -> LinearMap:
-            eye = mx.broadcast_to(mx.eye(dim), (len(plan), dim, dim))
-            return LinearMap.of([i], eye, mx.zeros((len(plan), dim)), plan)
-
-        layers.append(LayerMap(i, same(g.key_dim), same(g.value_dim)))
-    return Mapper(geometry, geometry, layers)
 
 
 def make(name: str):

@@ -10,6 +10,7 @@ object of the caller's.
 """
 
 from kvgraft.kinds.build import build_cache, check_mappable, check_quantizable, place
+from kvgraft.kinds.length import n_tokens, trim
 from kvgraft.kinds.provenance import Provenance, is_mapped, mark, provenance_of
 from kvgraft.kinds.read import read_cache
 from kvgraft.kinds.snapshot import Bound, CacheSnapshot, QuantizedRows
@@ -24,7 +25,9 @@ __all__ = [
     "check_quantizable",
     "is_mapped",
     "mark",
+    "n_tokens",
     "place",
     "provenance_of",
     "read_cache",
+    "trim",
 ]

@@ -15,7 +15,9 @@ __all__ = [
     "FitError",
     "FormatError",
     "GeometryError",
+    "HandoffError",
     "KvgraftError",
+    "MemoryBudgetError",
     "MapperNotFoundError",
     "ModelNotFoundError",
     "PairMismatchError",
@@ -89,3 +91,11 @@ class TokenizerMismatchError(KvgraftError, ValueError):
 
 class FitError(KvgraftError, ValueError):
     """A fit that cannot give a usable map from the data it was given."""
+
+
+class HandoffError(KvgraftError, RuntimeError):
+    """A hand-over that could not be made; the conversation is where it was."""
+
+
+class MemoryBudgetError(HandoffError, MemoryError):
+    """Work that does not fit the memory limit given for it."""

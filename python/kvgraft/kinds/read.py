@@ -12,7 +12,7 @@ from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.held import Held
 from kvgraft.kinds.snapshot import Bound, CacheSnapshot, LayerRows, QuantizedRows
 
-__all__ = ["read_cache"]
+__all__ = ["advice", "read_cache", "read_offset"]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _BATCHES = ("BatchKVCache", "BatchRotatingKVCache")
@@ -111,8 +111,9 @@ def _flatten(entry: Any, name: str) -> list[tuple[str, Any]]:
 def _check_class(entry: Any, name: str, row: int | None) -> None:
     cls = type(entry).__name__
     if cls not in _READ or not _is_from_mlx_lm(entry):
-        advice = _ADVICE.get(cls, "kvgraft does not know what it holds; use KVCache")
-        raise UnsupportedCacheError(f"Layer {name} uses {cls}, which is not supported: {advice}.")
+        raise UnsupportedCacheError(
+            f"Layer {name} uses {cls}, which is not supported: {advice(cls)}."
+        )
     if cls in _BATCHES and row is None:
         raise UnsupportedCacheError(
             f"Layer {name} uses {cls}, which holds several conversations: say which one "
@@ -134,7 +135,7 @@ def _read_entry(entry: Any, name: str, row: int | None) -> LayerRows:
     if cls in _BATCHES:
         assert row is not None
         return _read_batch_row(entry, name, row)
-    offset = _read_offset(entry.offset, name)
+    offset = read_offset(entry.offset, name)
     if entry.keys is None or entry.values is None or offset == 0:
         raise CacheError(
             f"Layer {name} of the cache is empty: let the source model read the text first."
@@ -301,8 +302,8 @@ def _read_batch_row(entry: Any, name: str, row: int) -> LayerRows:
             "after finalize()."
         )
     # mlx-lm may change these arrays in place, so take the numbers out.
-    offset = _read_offset(entry.offset[row], name)
-    padding = _read_offset(entry.left_padding[row], name)
+    offset = read_offset(entry.offset[row], name)
+    padding = read_offset(entry.left_padding[row], name)
     stop = _count(entry._idx, "_idx", name)
     if offset <= 0:
         raise CacheError(
@@ -331,7 +332,13 @@ def _read_batch_row(entry: Any, name: str, row: int) -> LayerRows:
 # ---------------------------------------------------------------------- checks
 
 
-def _read_offset(offset: Any, name: str) -> int:
+def advice(cls: str) -> str:
+    """What to do about a class that is not read."""
+    return _ADVICE.get(cls, "kvgraft does not know what it holds; use KVCache")
+
+
+def read_offset(offset: Any, name: str) -> int:
+    """A counter of tokens as a number; ``name`` is the layer's, for the message."""
     if isinstance(offset, mx.array):
         # mlx-lm may change such an array in place, so take the number out.
         if offset.size != 1:

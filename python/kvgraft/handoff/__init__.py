@@ -1,0 +1,38 @@
+"""Hand a running conversation from one model to another.
+
+:func:`graft_cache` maps one prompt cache. :func:`switch` moves a running
+generation with all that belongs to it, within a memory limit, and reads the
+conversation again where mapping fails or is not worth it. :class:`Session` is a
+chat over several models.
+"""
+
+from __future__ import annotations
+
+from kvgraft.handoff.generation import Generation
+from kvgraft.handoff.graft import graft_cache, prefill
+from kvgraft.handoff.memory import MemoryBudget, MemoryPlan, plan_memory
+from kvgraft.handoff.policy import Observation, Policy, Rung, memory_policy
+from kvgraft.handoff.repair import Repair
+from kvgraft.handoff.slot import ModelSlot
+from kvgraft.handoff.state import GenerationState, Span
+from kvgraft.handoff.switch import Handoff, SwitchReport, switch
+
+__all__ = [
+    "Generation",
+    "GenerationState",
+    "Handoff",
+    "MemoryBudget",
+    "MemoryPlan",
+    "ModelSlot",
+    "Observation",
+    "Policy",
+    "Repair",
+    "Rung",
+    "Span",
+    "SwitchReport",
+    "graft_cache",
+    "memory_policy",
+    "plan_memory",
+    "prefill",
+    "switch",
+]

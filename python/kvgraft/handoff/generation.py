@@ -1,0 +1,252 @@
+"""A generation that can stop at any token and go on, with the same model or another."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step, generation_stream, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvgraft.errors import HandoffError
+from kvgraft.handoff.graft import prefill
+from kvgraft.handoff.memory import MemoryBudget
+from kvgraft.handoff.repair import Repair
+from kvgraft.handoff.slot import ModelSlot, ModelSource
+from kvgraft.handoff.state import GenerationState, LogitsProcessor, Sampler
+
+__all__ = ["Generation"]
+
+_log = logging.getLogger("kvgraft.handoff")
+
+
+class Generation:
+    """Token ids from a state, one by one, through ``mlx_lm.generate.generate_step``.
+
+    ``generate_step`` computes one token ahead. When a generation is stopped, that
+    token is forgotten and the random sequence goes back to where it was before
+    it, so that stopping leaves no trace: a run that was stopped and resumed emits
+    what an uninterrupted one does.
+
+    Args:
+        state: Where to go on. It belongs to the generation until :meth:`stop`.
+        max_tokens: Tokens to generate at most; -1 for no limit.
+        prefill_step: Tokens per forward pass while reading.
+
+    Raises:
+        ModelNotFoundError: If the state's model was released and can't be loaded.
+    """
+
+    def __init__(
+        self, state: GenerationState, *, max_tokens: int = 256, prefill_step: int = 2048
+    ) -> None:
+        self._state: GenerationState | None = state
+        self._max_tokens = max_tokens
+        self._prefill_step = prefill_step
+        self._keys: deque[mx.array] = deque(maxlen=2)
+        self._steps: Iterator[tuple[int, mx.array]] | None = None
+        self._repair: Repair | None = None
+        self.n_generated = 0
+        """Tokens emitted by this object."""
+        self.logprobs: mx.array | None = None
+        """Log probabilities ``[vocab]`` behind the last token, after processors."""
+        self.events: list[str] = []
+        """What went wrong and was mended, in order."""
+
+    @classmethod
+    def start(
+        cls,
+        model: ModelSource | ModelSlot,
+        prompt: Sequence[int],
+        *,
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = None,
+        max_tokens: int = 256,
+        prefill_step: int = 2048,
+    ) -> Generation:
+        """Generate from a prompt of token ids."""
+        state = GenerationState.of(
+            model, prompt, sampler=sampler, logits_processors=logits_processors
+        )
+        return cls(state, max_tokens=max_tokens, prefill_step=prefill_step)
+
+    @property
+    def state(self) -> GenerationState:
+        """The state as it stands; its cache is in use. See :meth:`stop`.
+
+        Raises:
+            HandoffError: After :meth:`stop`.
+        """
+        if self._state is None:
+            raise HandoffError("This generation was stopped. Make another from its state.")
+        return self._state
+
+    def __iter__(self) -> Generation:
+        return self
+
+    def __next__(self) -> int:
+        state = self.state
+        if 0 <= self._max_tokens <= self.n_generated:
+            raise StopIteration
+        if self._steps is None:
+            self._steps = self._begin()
+        token, logprobs = next(self._steps)
+        if state.n_mapped and bool(mx.isnan(logprobs).any()):
+            token, logprobs = self._reread("the target's predictions from the mapped cache are NaN")
+        state.tokens.append(int(token))
+        self.n_generated += 1
+        self.logprobs = logprobs
+        if self._repair is not None:
+            self._advance_repair()
+        return int(token)
+
+    def repair(self, *, chunk: int = 64, budget: MemoryBudget | None = None) -> bool:
+        """Replace the mapped cache by a native one while tokens come out of it.
+
+        From now on the model also reads the conversation itself, ``chunk`` tokens
+        after each emitted one. When it has caught up, its cache takes the place of
+        the mapped one, and what follows is what a native cache gives. Only the
+        token after that was still chosen from the mapped cache.
+
+        Args:
+            chunk: Tokens read per emitted token. Larger: sooner done, slower
+                tokens until then.
+            budget: Don't begin if the second cache would not fit.
+
+        Returns:
+            Whether there is anything to repair, and room for it.
+        """
+        state = self.state
+        if not state.n_mapped:
+            return False
+        self._repair = Repair.begin(state, chunk=chunk, budget=budget)
+        if self._repair is None:
+            self._note("no background repair: a second cache does not fit the memory limit")
+        return self._repair is not None
+
+    @property
+    def repairing(self) -> bool:
+        """Whether a background repair is under way."""
+        return self._repair is not None
+
+    def stop(self) -> GenerationState:
+        """Stop here, and give the state back for :func:`switch` or another run.
+
+        The token that the model has computed ahead is never emitted.
+        """
+        state = self.state
+        self._close()
+        if self._keys:
+            state.rng_key = _words(self._keys[-1])
+        if state.cache is not None:
+            mx.eval([entry.state for entry in state.cache])
+        state.settle()
+        self._state, self._repair = None, None
+        return state
+
+    def _close(self) -> None:
+        if self._steps is not None:
+            self._steps.close()  # type: ignore[attr-defined]  # a generator
+            self._steps = None
+
+    def _begin(self) -> Iterator[tuple[int, mx.array]]:
+        """A run of ``generate_step`` that reads what the cache lacks."""
+        state = self.state
+        if state.n_cached >= len(state.tokens):
+            # The last token must be read again, for the logits after it.
+            state.rewind(len(state.tokens) - 1)
+        model = state.slot.model
+        if state.cache is None:
+            state.cache = make_prompt_cache(model)
+            state.settle()
+        if state.rng_key is not None:
+            _restore(state.rng_key)
+            state.rng_key = None
+        held = state.n_cached
+        processors = [_with_history(state.tokens[:held], p) for p in state.logits_processors]
+        steps = generate_step(
+            mx.array(state.tokens[held:]),
+            model,
+            max_tokens=-1,
+            sampler=self._sampler(state.sampler),
+            logits_processors=processors or None,
+            prompt_cache=state.cache,
+            prefill_step_size=self._prefill_step,
+        )
+        return _wired(model, steps)
+
+    def _sampler(self, sampler: Sampler | None) -> Sampler:
+        def sample(logprobs: mx.array) -> mx.array:
+            keys: Any = mx.random.state
+            self._keys.append(keys[0])
+            return mx.argmax(logprobs, axis=-1) if sampler is None else sampler(logprobs)
+
+        return sample
+
+    def _reread(self, reason: str) -> tuple[int, mx.array]:
+        """Take the current token again, from a cache that the model fills itself."""
+        state = self.state
+        self._note(f"{reason}; the conversation was read again")
+        self._close()
+        self._repair = None
+        state.cache = None
+        state.spans = []
+        state.cache = prefill(state.slot.model, state.tokens[:-1], step=self._prefill_step)
+        state.settle()
+        state.rng_key = _words(self._keys[0])  # before this token, not the one ahead
+        self._keys.clear()
+        self._steps = self._begin()
+        return next(self._steps)
+
+    def _advance_repair(self) -> None:
+        assert self._repair is not None
+        state = self.state
+        try:
+            native = self._repair.advance(state.tokens)
+        except Exception as error:  # whatever a forward pass can raise, memory first
+            self._repair = None
+            self._note(f"background repair was given up ({type(error).__name__}: {error})")
+            return
+        if native is None:
+            return
+        assert state.cache is not None
+        # generate_step indexes this very list, so the next token comes from it.
+        state.cache[:] = native
+        state.spans = []
+        state.settle()
+        self._repair = None
+
+    def _note(self, text: str) -> None:
+        self.events.append(text)
+        _log.warning("%s", text)
+
+
+def _wired(model: Any, steps: Any) -> Iterator[tuple[int, mx.array]]:
+    streams: Any = [generation_stream]
+    # As mlx_lm.stream_generate does: a model that nearly fills the memory stays wired.
+    with wired_limit(model, streams):
+        try:
+            yield from steps
+        finally:
+            steps.close()
+
+
+def _with_history(tokens: Sequence[int], processor: LogitsProcessor) -> LogitsProcessor:
+    """A processor that also sees the tokens that this run doesn't read."""
+    if not tokens:
+        return processor
+    before = mx.array(list(tokens))
+    return lambda seen, logits: processor(mx.concatenate([before, seen]), logits)
+
+
+def _words(key: mx.array) -> tuple[int, int]:
+    words: Any = key.tolist()
+    return int(words[0]), int(words[1])
+
+
+def _restore(key: tuple[int, int]) -> None:
+    # MLX's state can't be assigned; a seed of 64 bits is a key of two words.
+    mx.random.seed((key[0] << 32) | key[1])

@@ -1,0 +1,230 @@
+"""Counting the memory of a hand-over, and holding it to a limit.
+
+``mx.set_memory_limit`` is a guideline: MLX goes past it rather than fail. An
+application that may not (iOS, a machine shared with others) needs its own
+account, so weights, caches, mapper and working buffers are counted from their
+shapes before a hand-over, and MLX's allocator is read while it runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from kvgraft.errors import MemoryBudgetError
+from kvgraft.geometry import ModelGeometry
+from kvgraft.mapper import Mapper
+
+__all__ = [
+    "MemoryBudget",
+    "MemoryPlan",
+    "Stage",
+    "cache_bytes",
+    "mapper_bytes",
+    "model_bytes",
+    "plan_memory",
+    "stored_bytes",
+    "token_bytes",
+]
+
+
+def model_bytes(model: Any) -> int:
+    """Bytes of a model's parameters, shared ones once."""
+    leaves: Any = tree_flatten(model.parameters())
+    return sum({id(p): int(p.nbytes) for _, p in leaves}.values())
+
+
+def stored_bytes(path: str | os.PathLike[str], dtype: mx.Dtype | None = None) -> int | None:
+    """Bytes that a model will take once loaded, from its files' headers.
+
+    Args:
+        path: The model's folder.
+        dtype: dtype that it will be cast to; default as stored.
+
+    Returns:
+        Bytes, or ``None`` if the folder isn't here.
+    """
+    files = sorted(Path(path).expanduser().glob("model*.safetensors"))
+    if not files:
+        return None
+    total = 0
+    for file in files:
+        weights: Any = mx.load(str(file))  # lazy: shapes and dtypes only
+        for p in weights.values():
+            cast = dtype is not None and mx.issubdtype(p.dtype, mx.floating)
+            total += p.size * (dtype.size if cast and dtype is not None else p.dtype.size)
+    return total
+
+
+def cache_bytes(cache: Sequence[Any] | None) -> int:
+    """Bytes of a prompt cache's buffers, with the room that they keep for later tokens."""
+    return sum(int(array.nbytes) for entry in cache or () for array in _buffers(entry))
+
+
+def _buffers(entry: Any) -> Iterator[mx.array]:
+    for part in (getattr(entry, "keys", None), getattr(entry, "values", None)):
+        if isinstance(part, mx.array):
+            yield part
+        elif isinstance(part, (tuple, list)):  # quantised: packed, scales, biases
+            yield from part
+    for inner in getattr(entry, "caches", ()):
+        yield from _buffers(inner)
+
+
+def token_bytes(geometry: ModelGeometry) -> int:
+    """Bytes that one token takes in a model's cache."""
+    return sum(
+        layer.n_kv_heads * (layer.key_dim + layer.value_dim) * geometry.mx_dtype.size
+        for layer in geometry.layers
+    )
+
+
+def mapper_bytes(mapper: Mapper) -> int:
+    """Bytes of the mapper's weights that are in memory now."""
+    return sum(
+        part.storage.nbytes(part.shape)
+        for m in mapper.layers
+        for part in (m.keys, m.values)
+        if part.weight is not None
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Memory at one moment of a hand-over.
+
+    Attributes:
+        name: What happens then.
+        nbytes: Everything that is held then.
+    """
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a hand-over will hold, moment by moment, counted from shapes.
+
+    Attributes:
+        stages: In order.
+    """
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst moment."""
+        return max(stage.nbytes for stage in self.stages)
+
+    def describe(self) -> str:
+        """One line per moment, in MB."""
+        return "\n".join(f"{s.nbytes / 1e6:9.1f} MB  {s.name}" for s in self.stages)
+
+
+def plan_memory(
+    *,
+    source_weights: int,
+    source_cache: int,
+    target_weights: int,
+    n_tokens: int,
+    target: ModelGeometry | None,
+    mapper: Mapper | None,
+    keep_source: bool = False,
+    other: int = 0,
+) -> MemoryPlan:
+    """Count a hand-over before it is begun.
+
+    Args:
+        source_weights: Bytes of the source's weights.
+        source_cache: Bytes of its cache.
+        target_weights: Bytes of the target's weights.
+        n_tokens: Tokens that the target's cache will hold.
+        target: Geometry of the target's cache, if known.
+        mapper: The mapper; ``None`` if the target reads the tokens again.
+        keep_source: The source and its cache stay.
+        other: Bytes held by anything else that MLX knows of (other models).
+    """
+    target_cache = 0 if target is None else n_tokens * token_bytes(target)
+    kept = other + (source_weights + source_cache if keep_source else 0)
+    stages = [Stage("source running", other + source_weights + source_cache)]
+    if mapper is None:
+        stages.append(Stage("target loaded", kept + target_weights))
+    else:
+        held = mapper_bytes(mapper)
+        snapshot = 0 if keep_source else source_cache
+        stages.append(Stage("target loaded, source cache held", kept + snapshot + target_weights))
+        stages.append(
+            Stage(
+                "mapping",
+                kept
+                + snapshot
+                + target_weights
+                + target_cache
+                + held
+                + _layer_work(mapper, n_tokens),
+            )
+        )
+    stages.append(Stage("target running", kept + target_weights + target_cache))
+    return MemoryPlan(tuple(stages))
+
+
+def _layer_work(mapper: Mapper, n_tokens: int) -> int:
+    """Bytes that mapping one layer takes beside its result: its weights, and float32 rows."""
+    worst = 0
+    for m in mapper.layers:
+        weights = sum(p.storage.nbytes(p.shape) for p in (m.keys, m.values) if p.weight is None)
+        rows = max(
+            n_tokens * (p.shape[1] + p.shape[0] * p.shape[2]) * 4 for p in (m.keys, m.values)
+        )
+        worst = max(worst, weights + rows)
+    return worst
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What an application may hold in MLX arrays.
+
+    Attributes:
+        limit: Bytes.
+        reserve: Bytes to leave free for what cannot be counted from shapes:
+            activations of a forward pass and the system's own.
+        observe: Reads the memory in use, in bytes; default MLX's allocator
+            (arrays in use and buffers it keeps for reuse). An application that
+            knows better, such as from the system's own counter, replaces it.
+    """
+
+    limit: int
+    reserve: int = 0
+    observe: Callable[[], int] = lambda: mx.get_active_memory() + mx.get_cache_memory()
+
+    @property
+    def usable(self) -> int:
+        """Bytes for what is counted."""
+        return self.limit - self.reserve
+
+    def fits(self, plan: MemoryPlan) -> bool:
+        """Whether a planned hand-over stays within the limit."""
+        return plan.peak <= self.usable
+
+    def check(self, doing: str) -> None:
+        """Compare what is held now with the limit.
+
+        Raises:
+            MemoryBudgetError: If it is over, even with MLX's unused buffers given
+                back.
+        """
+        if self.observe() > self.limit:
+            mx.clear_cache()
+            held = self.observe()
+            if held > self.limit:
+                raise MemoryBudgetError(
+                    f"{held / 1e6:.1f} MB are held while {doing}; the limit is "
+                    f"{self.limit / 1e6:.1f} MB."
+                )

@@ -1,0 +1,62 @@
+"""Reading a conversation natively in the gaps of a generation from a mapped cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvgraft import caches
+from kvgraft.handoff.graft import read_on
+from kvgraft.handoff.memory import MemoryBudget, token_bytes
+from kvgraft.handoff.state import GenerationState
+
+__all__ = ["Repair"]
+
+
+class Repair:
+    """A native cache in the making, beside the mapped one that is in use.
+
+    Args:
+        state: The generation; its model reads.
+        chunk: Tokens per :meth:`advance`; at least 2, to gain on the generation.
+    """
+
+    def __init__(self, state: GenerationState, *, chunk: int) -> None:
+        if chunk < 2:
+            raise ValueError(f"A repair must read at least 2 tokens per step, got {chunk}.")
+        self._model = state.slot.model
+        self._chunk = chunk
+        self._cache: list[Any] = make_prompt_cache(self._model)
+
+    @classmethod
+    def begin(
+        cls, state: GenerationState, *, chunk: int, budget: MemoryBudget | None
+    ) -> Repair | None:
+        """A repair, or ``None`` if its cache would not fit the budget."""
+        if budget is not None:
+            # Room to grow: both caches get longer until the swap.
+            n = len(state.tokens) + 256 + len(state.tokens) // chunk
+            if budget.observe() + n * token_bytes(state.slot.geometry) > budget.usable:
+                return None
+        return cls(state, chunk=chunk)
+
+    @property
+    def n_read(self) -> int:
+        """Tokens read so far."""
+        return caches.n_tokens(self._cache)
+
+    def advance(self, tokens: Sequence[int]) -> list[Any] | None:
+        """Read the next chunk.
+
+        Args:
+            tokens: The conversation as it is now, the token just emitted included;
+                the cache in use must hold all of it.
+
+        Returns:
+            The native cache of all of ``tokens`` once it has caught up.
+        """
+        done = self.n_read
+        read_on(self._model, tokens[done : done + self._chunk], self._cache)
+        return self._cache if self.n_read == len(tokens) else None

@@ -1,0 +1,483 @@
+"""Moving a generation to another model: release, load, map, read the rest, go on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvgraft import artifact, caches
+from kvgraft.errors import HandoffError, KvgraftError, MemoryBudgetError
+from kvgraft.handoff.graft import graft_cache, read_on
+from kvgraft.handoff.memory import MemoryBudget, MemoryPlan, cache_bytes, plan_memory
+from kvgraft.handoff.slot import ModelSlot, ModelSource
+from kvgraft.handoff.state import GenerationState, Span, cut, end_of_worn, join
+from kvgraft.mapper import Mapper
+
+__all__ = ["Handoff", "SwitchReport", "switch"]
+
+_log = logging.getLogger("kvgraft.handoff")
+
+
+@dataclass
+class SwitchReport:
+    """What one hand-over did and cost.
+
+    Attributes:
+        source: Name of the model that left.
+        target: Name of the model that goes on.
+        n_tokens: Tokens of the conversation.
+        head: First tokens, read by the target itself.
+        mapped: Tokens after them whose rows were mapped: reading was skipped.
+        tail: Last tokens, read by the target on top; at least one, and that one
+            when generation goes on.
+        reused: Tokens of the head that the target still had in a cache of its own.
+        reason: Why nothing was mapped and the target reads everything; ``None``
+            if rows were mapped.
+        warnings: What else the user should know.
+        seconds: Wall time by part: ``release``, ``load``, ``head``, ``map``,
+            ``tail``; ``read`` instead of the last three where nothing was mapped.
+        plan: Memory as counted before.
+        peak_bytes: MLX's peak during the hand-over, as its allocator measured it.
+        active_bytes: MLX's arrays in use afterwards.
+        over_limit: Whether a limit was given and the measured peak is beyond it.
+    """
+
+    source: str
+    target: str
+    n_tokens: int
+    head: int = 0
+    mapped: int = 0
+    tail: int = 0
+    reused: int = 0
+    reason: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    plan: MemoryPlan | None = None
+    peak_bytes: int = 0
+    active_bytes: int = 0
+    over_limit: bool = False
+
+    @property
+    def total_seconds(self) -> float:
+        """Wall time of the hand-over, loading included."""
+        return sum(self.seconds.values())
+
+    def describe(self) -> str:
+        """A few lines for people."""
+        if self.reason is None:
+            how = f"{self.mapped} mapped"
+            if self.head:
+                how += f" after a native head of {self.head}"
+                how += f" ({self.reused} of it kept from before)" if self.reused else ""
+            how += f", the last {self.tail} read by the target"
+        else:
+            how = f"all read again: {self.reason}"
+        parts = ", ".join(f"{name} {s:.2f} s" for name, s in self.seconds.items())
+        lines = [
+            f"{self.source} -> {self.target}: {self.n_tokens} tokens, {how}",
+            f"{self.total_seconds:.2f} s ({parts}); peak {self.peak_bytes / 1e6:.0f} MB, "
+            f"then {self.active_bytes / 1e6:.0f} MB",
+        ]
+        if self.over_limit:
+            lines.append("The memory limit was exceeded.")
+        return "\n".join([*lines, *self.warnings])
+
+
+@dataclass
+class Handoff:
+    """The result of :func:`switch`.
+
+    Attributes:
+        state: The generation, now the target's; resume it with
+            :class:`~kvgraft.handoff.Generation`.
+        report: What was done.
+    """
+
+    state: GenerationState
+    report: SwitchReport
+
+
+def switch(
+    state: GenerationState,
+    target: ModelSource | ModelSlot,
+    mapper: Mapper | str | os.PathLike[str] | None,
+    *,
+    head: int | None = None,
+    tail: int | None = None,
+    budget: MemoryBudget | None = None,
+    keep_source: bool = False,
+    force: bool = False,
+    max_mapped: int | None = 1,
+    own_cache: list[Any] | None = None,
+    prefill_step: int = 2048,
+) -> Handoff:
+    """Hand a stopped generation over to another model.
+
+    The order is that of the molt protocol: what the map needs is kept (the
+    cache), the source's weights are released, the target is loaded, and layers
+    are mapped one by one, each source layer dropped when no later one needs it.
+    So both models are never in memory together, unless ``keep_source`` asks for
+    it or somebody else holds the source.
+
+    The token that the source computed ahead is not part of the state, so it is
+    never emitted; the last token of the conversation is always read by the
+    target. Positions, sampler, random sequence and the history of the logits
+    processors go on.
+
+    Whatever prevents mapping (no mapper, another pair's, a verdict of "do not
+    ship", a cache that can't be read, NaN, memory, any error in the middle) makes
+    the target read the tokens instead, and ``report.reason`` says so, as does a
+    warning in the log ``kvgraft.handoff``.
+
+    Args:
+        state: What :meth:`Generation.stop <kvgraft.handoff.Generation.stop>` gave.
+            Used up unless ``keep_source``: its cache is taken apart, its tokens
+            remain.
+        target: The model to go on with: a folder, a repository, a function that
+            loads it, or a live model.
+        mapper: Mapper from the source to the target, or its path; ``None`` to
+            have the target read everything.
+        head: Tokens at the start that the target reads itself, for quality; exact
+            by causality. Default: the mapper's measured policy, else 0.
+        tail: Tokens at the end that it reads on top of the mapped rows. Default
+            likewise, else 1; never less than 1.
+        budget: Limit to hold the hand-over to.
+        keep_source: Leave the source and its cache as they are.
+        force: Map even if the mapper's measured verdict is "do not ship".
+        max_mapped: How often a row may be mapped, over all hand-overs. Rows at
+            that number, and all before them, are read by the target instead.
+            ``None`` for no limit.
+        own_cache: A cache of the target's own from earlier in the same
+            conversation, holding its first tokens natively. It becomes the head,
+            or as much of it as agrees with ``max_mapped``; used up.
+        prefill_step: Tokens per forward pass while reading.
+
+    Returns:
+        The state for the target, and a report.
+
+    Raises:
+        MemoryBudgetError: If not even reading again fits the budget. Before
+            anything is released.
+        HandoffError: If the target can't be loaded. The state is whole: the
+            source can be loaded again, or another target tried.
+    """
+    slot = ModelSlot.of(target)
+    return _Switch(
+        state, slot, mapper, head, tail, budget, keep_source, force, max_mapped, own_cache,
+        prefill_step,
+    ).run()  # fmt: skip
+
+
+class _Refused(Exception):
+    """Mapping is not to be done; the message is the reason."""
+
+
+@dataclass
+class _Switch:
+    state: GenerationState
+    slot: ModelSlot
+    mapper_source: Mapper | str | os.PathLike[str] | None
+    head: int | None
+    tail: int | None
+    budget: MemoryBudget | None
+    keep_source: bool
+    force: bool
+    max_mapped: int | None
+    own_cache: list[Any] | None
+    prefill_step: int
+
+    def run(self) -> Handoff:
+        state = self.state
+        state.settle()
+        self.report = SwitchReport(state.slot.name, self.slot.name, len(state.tokens))
+        self.mapper: Mapper | None = None
+        try:
+            self.mapper = self._open_mapper()
+            self._check_before()
+        except (_Refused, KvgraftError) as error:
+            self._fall_back(str(error))
+        self._plan()
+        mx.reset_peak_memory()
+        self._release()
+        self._load()
+        tokens = self._tokens_for_target()
+        cache, spans = self._fill(tokens)
+        return self._done(tokens, cache, spans)
+
+    # -------------------------------------------------- before anything is given up
+
+    def _open_mapper(self) -> Mapper:
+        if self.mapper_source is None:
+            raise _Refused("there is no mapper for this pair")
+        if isinstance(self.mapper_source, Mapper):
+            return self.mapper_source
+        return Mapper.load(self.mapper_source)
+
+    def _check_before(self) -> None:
+        assert self.mapper is not None
+        state, mapper = self.state, self.mapper
+        if state.cache is None or state.n_cached == 0:
+            raise _Refused("the source has no cache to map")
+        for m in mapper.layers:
+            for part in (m.keys, m.values):
+                part.storage  # noqa: B018 - raises where weights are missing
+        quality = mapper.quality
+        if quality.get("verdict") == "do not ship":
+            reasons = "; ".join(str(r) for r in quality.get("reasons", ())) or "no reason recorded"
+            if not self.force:
+                raise _Refused(f"the mapper was measured and should not be used: {reasons}")
+            self.report.warnings.append(f"Forced against the mapper's verdict: {reasons}.")
+        elif quality.get("verdict") == "ship with warning":
+            self.report.warnings += [f"Mapper: {reason}" for reason in quality.get("reasons", ())]
+        identity = state.slot.identity
+        self.report.warnings += artifact.check_pair(
+            mapper,
+            # A bare model has no identity, only what it computes.
+            source=state.slot.geometry if identity is None and state.slot.is_loaded else None,
+            source_model=identity,
+            target=self.slot.known_geometry,
+            target_model=self.slot.identity,
+        )
+        caches.read_cache(state.cache, mapper.source)
+
+    def _plan(self) -> None:
+        mapped = self._memory_plan(self.mapper)
+        self.report.plan = mapped
+        if self.budget is None or self.budget.fits(mapped):
+            return
+        if self.mapper is not None:
+            plain = self._memory_plan(None)
+            if self.budget.fits(plain):
+                self._fall_back(
+                    f"mapping would take {mapped.peak / 1e6:.1f} MB, the limit leaves "
+                    f"{self.budget.usable / 1e6:.1f} MB"
+                )
+                self.report.plan = plain
+                return
+            mapped = plain
+        raise MemoryBudgetError(
+            f"{self.slot.name} does not fit: {mapped.peak / 1e6:.1f} MB are needed, the limit "
+            f"leaves {self.budget.usable / 1e6:.1f} MB. Moment by moment:\n{mapped.describe()}"
+        )
+
+    def _memory_plan(self, mapper: Mapper | None) -> MemoryPlan:
+        state = self.state
+        weights = (state.slot.nbytes or 0) if state.slot.is_loaded else 0
+        held = cache_bytes(state.cache)
+        # Other models, parked caches: whatever MLX holds beside these two.
+        counted = weights + held + (self.slot.nbytes or 0 if self.slot.is_loaded else 0)
+        other = max(0, mx.get_active_memory() - counted) if self.budget is not None else 0
+        plan = plan_memory(
+            source_weights=weights,
+            source_cache=held,
+            target_weights=self.slot.nbytes or 0,
+            n_tokens=len(state.tokens),
+            target=mapper.target if mapper is not None else self.slot.known_geometry,
+            mapper=mapper,
+            keep_source=self.keep_source,
+            other=other,
+        )
+        if self.keep_source or not state.slot.is_loaded:
+            return plan
+        # The source running is how things are now, not something to be planned.
+        return MemoryPlan(plan.stages[1:])
+
+    # ----------------------------------------------------------- the point of no return
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.report.seconds[name] = self.report.seconds.get(name, 0.0) + spent
+
+    def _release(self) -> None:
+        state = self.state
+        if self.keep_source or not state.slot.is_loaded or state.slot is self.slot:
+            return
+        with self._timed("release"):
+            gone = state.slot.unload()
+        if gone:
+            return
+        text = (
+            f"{state.slot.name} is still in memory: something else refers to it. Hand over the "
+            "only reference, or give its folder instead of a live model"
+        )
+        if self.budget is not None:
+            resident = state.slot.nbytes or 0
+            assert self.report.plan is not None
+            if self.report.plan.peak + resident > self.budget.usable:
+                raise MemoryBudgetError(f"{text}; both models do not fit the limit.")
+        self.report.warnings.append(f"{text}.")
+
+    def _load(self) -> None:
+        try:
+            with self._timed("load"):
+                self.slot.model  # noqa: B018 - loads it
+        except Exception as error:  # a loader of the caller's may raise anything
+            self.slot.unload()
+            raise HandoffError(
+                f"{self.slot.name} could not be loaded ({type(error).__name__}: {error}). The "
+                "conversation is as it was: go on from the same state, or switch to another model."
+            ) from error
+        self.report.target = self.slot.name
+        if self.mapper is None:
+            return
+        try:
+            # Probing the target's geometry is part of it: not every model can be mapped to.
+            self.report.warnings += [
+                line
+                for line in artifact.check_pair(
+                    self.mapper, target=self.slot.geometry, target_model=self.slot.identity
+                )
+                if line not in self.report.warnings
+            ]
+        except KvgraftError as error:
+            self._fall_back(str(error))
+
+    def _tokens_for_target(self) -> list[int]:
+        """The conversation in the target's ids: another tokenizer needs others."""
+        state, slot = self.state, self.slot
+        a, b = state.slot.identity, slot.identity
+        if a is None or b is None or a.tokenizer_sha256 == b.tokenizer_sha256:
+            return list(state.tokens)
+        text = state.slot.tokenizer.decode(state.tokens)
+        ids = [int(t) for t in slot.tokenizer.encode(text, add_special_tokens=False)]
+        self._fall_back("the two models have different tokenizers, so the text was encoded again")
+        self.own_cache = None
+        self.report.n_tokens = len(ids)
+        return ids
+
+    # --------------------------------------------------------------- the target's cache
+
+    def _fill(self, tokens: Sequence[int]) -> tuple[list[Any] | None, list[Span]]:
+        """The target's cache of all tokens but the last, and how its rows came to be."""
+        last = len(tokens) - 1
+        failure = None
+        if self.mapper is not None:
+            try:
+                return self._map(self.mapper, tokens, last)
+            except Exception as error:  # NaN, memory, a damaged file: none may lose the user's turn
+                failure = (
+                    str(error)
+                    if isinstance(error, (_Refused, KvgraftError))
+                    else (f"{type(error).__name__}: {error}")
+                )
+            # Here, where the error and what its frames held are gone.
+            self._fall_back(failure)
+            gc.collect()
+            mx.clear_cache()
+        if not self.keep_source:
+            self.state.cache = None
+            mx.clear_cache()
+        self.report.head, self.report.mapped = 0, 0
+        self.report.tail = len(tokens)
+        with self._timed("read"):
+            cache = self._own_head(last, tokens)
+            read_on(
+                self.slot.model, tokens[self.report.reused : last], cache, step=self.prefill_step
+            )
+        return cache, [Span(last, 0)]
+
+    def _own_head(self, length: int, tokens: Sequence[int]) -> list[Any]:
+        """The target's own earlier cache, cut to ``length``; else an empty one."""
+        own, self.own_cache = self.own_cache, None
+        self.report.reused = 0
+        if own:
+            n = caches.n_tokens(own)
+            if n <= length or (length and caches.trim(own, length)):
+                self.report.reused = min(n, length)
+                return own
+        return list(make_prompt_cache(self.slot.model))
+
+    def _map(
+        self, mapper: Mapper, tokens: Sequence[int], last: int
+    ) -> tuple[list[Any], list[Span]]:
+        state, report = self.state, self.report
+        policy = mapper.quality.get("policy") or {}
+        head = int(policy.get("head", 0)) if self.head is None else self.head
+        tail = int(policy.get("tail", 1)) if self.tail is None else self.tail
+        stop = min(len(tokens) - max(1, tail), state.n_cached)
+        if self.max_mapped is not None:
+            worn = end_of_worn(cut(state.spans, 0, stop), self.max_mapped)
+            if worn > head:
+                report.warnings.append(
+                    f"Tokens up to {worn} were mapped before and are read again, so that errors "
+                    "do not add up."
+                )
+                head = worn
+        if self.own_cache:
+            head = max(head, min(caches.n_tokens(self.own_cache), stop))
+        if head >= stop:
+            raise _Refused(
+                f"of {len(tokens)} tokens the first {head} and the last {max(1, tail)} are read "
+                "by the target anyway"
+            )
+        own: list[Any] | None = None
+        if head:
+            with self._timed("head"):
+                own = self._own_head(head, tokens)
+                read_on(
+                    self.slot.model, tokens[report.reused : head], own, step=self.prefill_step,
+                    on_step=lambda _: self._check("reading the head"),
+                )  # fmt: skip
+        assert state.cache is not None
+        with self._timed("map"):
+            source = list(state.cache)
+            if not self.keep_source:
+                state.cache = None
+            cache = graft_cache(
+                source,
+                mapper,
+                self.slot.model,
+                target_geometry=self.slot.geometry,
+                n_tokens=stop,
+                head=own,
+                consume=not self.keep_source,
+                on_layer=lambda layer: self._check(f"mapping layer {layer}"),
+            )
+        del own
+        report.head, report.mapped, report.tail = head, stop - head, len(tokens) - stop
+        if stop < last:
+            with self._timed("tail"):
+                read_on(self.slot.model, tokens[stop:last], cache, step=self.prefill_step)
+        mapped = [Span(s.n_tokens, s.mapped + 1) for s in cut(state.spans, head, stop)]
+        return cache, join([Span(head, 0), *mapped, Span(last - stop, 0)])
+
+    def _check(self, doing: str) -> None:
+        if self.budget is not None:
+            self.budget.check(doing)
+
+    def _fall_back(self, reason: str) -> None:
+        self.report.reason = reason
+        self.mapper = None
+        _log.warning(
+            "%s -> %s: the conversation is read again: %s",
+            self.report.source, self.report.target, reason,
+        )  # fmt: skip
+
+    def _done(self, tokens: list[int], cache: list[Any] | None, spans: list[Span]) -> Handoff:
+        state, report = self.state, self.report
+        new = GenerationState(
+            self.slot, tokens, cache or None, state.sampler, state.logits_processors,
+            state.rng_key, spans,
+        )  # fmt: skip
+        new.settle()
+        if not self.keep_source:
+            state.cache, state.spans = None, []
+        mx.clear_cache()
+        report.peak_bytes = mx.get_peak_memory()
+        report.active_bytes = mx.get_active_memory()
+        report.over_limit = self.budget is not None and report.peak_bytes > self.budget.limit
+        return Handoff(new, report)

@@ -1,0 +1,45 @@
+"""How many tokens a cache has read, and cutting it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvgraft.errors import UnsupportedCacheError
+from kvgraft.kinds.read import advice, read_offset
+
+__all__ = ["n_tokens", "trim"]
+
+
+def n_tokens(cache: Sequence[Any]) -> int:
+    """Tokens that a prompt cache has read, from its first entry's counter.
+
+    Raises:
+        UnsupportedCacheError: If the entry counts no tokens.
+        CacheError: If it is a batch of conversations.
+    """
+    if not cache:
+        return 0
+    first = cache[0]
+    while type(first).__name__ == "CacheList":
+        first = first.caches[0]
+    if not hasattr(first, "offset"):
+        name = type(first).__name__
+        raise UnsupportedCacheError(f"{name} does not count tokens: {advice(name)}.")
+    return read_offset(first.offset, "0")
+
+
+def trim(cache: Sequence[Any], length: int) -> bool:
+    """Cut a prompt cache to its first ``length`` tokens, in place.
+
+    Returns:
+        Whether that could be done. A ring that wrapped has lost tokens that it
+        would need, and is left as it was.
+    """
+    if not all(entry.is_trimmable() for entry in cache):
+        return False
+    surplus = n_tokens(cache) - length
+    if surplus > 0:
+        for entry in cache:
+            entry.trim(surplus)
+    return True
