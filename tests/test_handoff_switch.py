@@ -282,6 +282,9 @@ def _fails(case: str, mapper):
             def fill(self, layer):
                 raise TruncatedFileError("the file ends early")
 
+            def read_ahead(self, layer):
+                pass
+
         last, mapper.store = mapper.layers[-1], Store()
         for part in (last.keys, last.values):
             part.on_disk = part.storage
