@@ -129,6 +129,61 @@ def test_head_and_tail_with_an_exact_map(head, tail):
     assert got == want
 
 
+# Rings of 8 that wrap while reading (18 tokens) or only while generating (5 tokens).
+@pytest.mark.parametrize("length", [5, 18])
+@pytest.mark.parametrize("head", [0, 3])
+@pytest.mark.parametrize("arch", ["gemma3_text", "olmo3", "gpt_oss"])
+def test_sliding_layers_go_on_exactly(arch, length, head):
+    net = zoo.make(arch, seed=1)
+    mapper = identity_mapper(net)
+    steps = generate_step(mx.array(PROMPT[:length]), net, max_tokens=20)
+    want = [int(token) for token, _ in steps]
+    run = Generation.start(zoo.make(arch, seed=1), PROMPT[:length])
+    got = list(islice(run, 6))
+    done = switch(run.stop(), zoo.make(arch, seed=1), mapper, head=head)
+    assert done.report.reason is None and done.report.head == head
+    got += islice(Generation(done.state), 14)
+    assert got == want
+
+
+def test_a_ring_that_wrapped_goes_back_by_one_token_only():
+    net = zoo.make("gemma3_text", seed=1)
+    want = plain(net, 12)
+    run = Generation.start(net, PROMPT)
+    got = list(islice(run, 6))
+    done = switch(run.stop(), zoo.make("gemma3_text", seed=1), identity_mapper(net), tail=4)
+    assert "cannot go back" in done.report.reason
+    got += islice(Generation(done.state), 6)
+    assert got == want
+
+
+@pytest.mark.parametrize("size", [12, 100])
+def test_a_cache_of_limited_size_stays_so(size):
+    net = model()
+    cache = make_prompt_cache(net, max_kv_size=size)
+    steps = generate_step(mx.array(PROMPT), net, max_tokens=12, prompt_cache=cache)
+    want = [int(token) for token, _ in steps]
+    cache = make_prompt_cache(net, max_kv_size=size)
+    steps = generate_step(mx.array(PROMPT), net, max_tokens=12, prompt_cache=cache)
+    got = [int(token) for token, _ in islice(steps, 5)]
+    steps.close()
+    done = switch(GenerationState.of(net, PROMPT + got, cache), model(), identity_mapper(net))
+    assert done.report.reason is None
+    assert {entry.max_size for entry in done.state.cache} == {size}
+    got += islice(Generation(done.state), 7)
+    assert got == want
+
+
+def test_a_quantised_cache_is_handed_over():
+    net = model()
+    cache = [entry.to_quantized(group_size=32, bits=8) for entry in prefill(net, PROMPT)]
+    done = switch(GenerationState.of(net, PROMPT, cache), model(), identity_mapper(net), tail=3)
+    assert (done.report.mapped, done.report.tail) == (len(PROMPT) - 3, 3)
+    run = Generation(done.state)
+    next(run)
+    assert mx.allclose(run.logprobs, logprobs(net(mx.array([PROMPT]))), atol=0.2)
+
+
 def test_head_rows_are_the_targets_own_and_the_others_are_not():
     source, target = slot(1), model(2)
     run = Generation.start(source, PROMPT)

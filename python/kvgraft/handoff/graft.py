@@ -197,8 +197,10 @@ def _ring(layer: LayerGeometry, bound: caches.Bound | None, n_tokens: int) -> He
 def _take(row: LayerRows, part: Held, name: str) -> mx.array | caches.QuantizedRows:
     rows = row.keys if name == "keys" else row.values
     if isinstance(rows, caches.QuantizedRows):
-        arrays = (row.held.take(part, x) for x in (rows.packed, rows.scales, rows.biases))
-        return caches.QuantizedRows(*arrays, rows.group_size, rows.bits)
+        packed, scales, biases = (
+            row.held.take(part, x) for x in (rows.packed, rows.scales, rows.biases)
+        )
+        return caches.QuantizedRows(packed, scales, biases, rows.group_size, rows.bits)
     return row.held.take(part, rows)
 
 
