@@ -26,7 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from kvgraft.commands import build_parser
 
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args, more = parser.parse_known_args(argv)
+    if getattr(args, "takes_more", False):
+        args.more = more  # options of the program that the command extends
+    elif more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     command: Command = args.command
     try:
         return command(args)

@@ -21,6 +21,7 @@ __all__ = [
     "MapperNotFoundError",
     "ModelNotFoundError",
     "PairMismatchError",
+    "ServerError",
     "TokenizerMismatchError",
     "TruncatedFileError",
     "UnsupportedCacheError",
@@ -99,3 +100,7 @@ class HandoffError(KvgraftError, RuntimeError):
 
 class MemoryBudgetError(HandoffError, MemoryError):
     """Work that does not fit the memory limit given for it."""
+
+
+class ServerError(KvgraftError, RuntimeError):
+    """A server that this mlx-lm or this machine does not let us start."""

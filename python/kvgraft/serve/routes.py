@@ -1,0 +1,159 @@
+"""Which mappers a server has, and which models they connect."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvgraft import artifact
+from kvgraft.errors import FormatError, TokenizerMismatchError
+from kvgraft.mapper import Mapper
+from kvgraft.models import ModelIdentity
+
+__all__ = ["DO_NOT_SHIP", "Route", "RouteTable", "load_routes", "same_model"]
+
+# Not the functions of the module: those would set up logging before mlx-lm does.
+_log = logging.getLogger("kvgraft.serve")
+
+DO_NOT_SHIP = "do not ship"
+"""The verdict in ``mapper.quality`` of a mapper that is not worth using."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One mapper, ready for use.
+
+    Attributes:
+        mapper: The mapper; its weights stay on disk until used.
+        source: The model whose caches it reads.
+        target: The model that it writes caches for.
+        verdict: What its evaluation said, or ``"not evaluated"``.
+        head: Tokens at the start that the target reads itself.
+        tail: Tokens at the end that the target reads itself.
+    """
+
+    mapper: Mapper
+    source: ModelIdentity
+    target: ModelIdentity
+    verdict: str
+    head: int = 0
+    tail: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source.name} -> {self.target.name} ({self.verdict})"
+
+    def reads(self, model: ModelIdentity) -> bool:
+        """Whether it maps caches of ``model``."""
+        return same_model(self.source, model)
+
+    def writes(self, model: ModelIdentity) -> bool:
+        """Whether it makes caches for ``model``."""
+        return same_model(self.target, model)
+
+
+class RouteTable:
+    """The routes of a server, found by model.
+
+    Args:
+        routes: In order of preference.
+    """
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._routes = tuple(routes)
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def __iter__(self) -> Iterator[Route]:
+        return iter(self._routes)
+
+    def into(self, model: ModelIdentity) -> list[Route]:
+        """Routes that write caches for ``model``."""
+        return [route for route in self._routes if route.writes(model)]
+
+    def touches(self, model: ModelIdentity) -> bool:
+        """Whether any route reads or writes caches of ``model``."""
+        return any(route.reads(model) or route.writes(model) for route in self._routes)
+
+
+def same_model(a: ModelIdentity, b: ModelIdentity) -> bool:
+    """Whether two identities are of one model, however its weights are stored.
+
+    As everywhere in kvgraft, a base model and its instruction tuning can't be
+    told apart when their configurations and tokenizers are the same.
+    """
+    return (a.config_sha256, a.tokenizer_sha256) == (b.config_sha256, b.tokenizer_sha256)
+
+
+def load_routes(
+    paths: Sequence[str | os.PathLike[str]], *, force: bool = False
+) -> tuple[RouteTable, list[str]]:
+    """Open mappers and find out which models they are for.
+
+    Args:
+        paths: Artifacts, in order of preference.
+        force: Use mappers even if their verdict is "do not ship".
+
+    Returns:
+        The routes, and a message for each mapper that was left out.
+
+    Raises:
+        FormatError: If an artifact is damaged, does not say which models it is
+            for, or holds a policy that makes no sense.
+        TokenizerMismatchError: If its two models have different tokenizers.
+    """
+    routes: list[Route] = []
+    left_out: list[str] = []
+    for path in paths:
+        route = _open(path)
+        if route.verdict == DO_NOT_SHIP and not force:
+            left_out.append(
+                f"{os.fspath(path)} is not used: its evaluation says {DO_NOT_SHIP!r}. The target "
+                "will read its prompts itself. --force uses it all the same."
+            )
+        else:
+            routes.append(route)
+    return RouteTable(routes), left_out
+
+
+def _open(path: str | os.PathLike[str]) -> Route:
+    mapper = artifact.load(path)
+    source, target = mapper.source_model, mapper.target_model
+    if source is None or target is None:
+        raise FormatError(
+            f"{os.fspath(path)} does not say which models it was fitted for, so the server cannot "
+            "tell which caches to map with it. Fit it with kvgraft fit, which writes that down."
+        )
+    if source.tokenizer_sha256 != target.tokenizer_sha256:
+        raise TokenizerMismatchError(
+            f"{os.fspath(path)} maps between models with different tokenizers, so token i of one "
+            "cache is not token i of the other. The server cannot use it."
+        )
+    verdict = mapper.quality.get("verdict")
+    if verdict is None:
+        verdict = "not evaluated"
+    if verdict != "ship":
+        _log.warning("%s: %s", mapper.describe(), verdict)
+    policy = mapper.quality.get("policy", {})
+    if not isinstance(policy, Mapping):
+        raise FormatError(f"{os.fspath(path)}: the policy {policy!r} is not a mapping.")
+    return Route(
+        mapper,
+        source,
+        target,
+        str(verdict),
+        _count(policy, "head", path),
+        _count(policy, "tail", path),
+    )
+
+
+def _count(policy: Mapping[str, Any], name: str, path: str | os.PathLike[str]) -> int:
+    value = policy.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise FormatError(
+            f"{os.fspath(path)}: the policy's {name} is {value!r}, not a number of tokens."
+        )
+    return value
