@@ -1,6 +1,6 @@
-"""Every error that kvgraft raises on purpose.
+"""Every error that kvgraft raises on purpose, and its one warning.
 
-Each message names what was wrong and what to do about it. All of them derive
+Each message names what was wrong and what to do about it. All errors derive
 from :class:`KvgraftError`; where a built-in exception says the same thing, the
 class derives from that too, so that callers written for it keep working.
 """
@@ -12,6 +12,7 @@ __all__ = [
     "ArtifactWriteError",
     "CacheError",
     "ChecksumError",
+    "EvaluationError",
     "FitError",
     "FormatError",
     "GeometryError",
@@ -21,6 +22,7 @@ __all__ = [
     "MapperNotFoundError",
     "ModelNotFoundError",
     "PairMismatchError",
+    "QualityWarning",
     "ServerError",
     "TokenizerMismatchError",
     "TruncatedFileError",
@@ -104,3 +106,11 @@ class MemoryBudgetError(HandoffError, MemoryError):
 
 class ServerError(KvgraftError, RuntimeError):
     """A server that this mlx-lm or this machine does not let us start."""
+
+
+class EvaluationError(KvgraftError, ValueError):
+    """An evaluation that could not tell anything from the text it was given."""
+
+
+class QualityWarning(UserWarning):
+    """A mapper that was never evaluated, or whose evaluation speaks against using it."""

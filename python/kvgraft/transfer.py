@@ -25,6 +25,7 @@ from kvgraft.errors import ArgumentError, CacheError, GeometryError, Unsupported
 from kvgraft.held import Held
 from kvgraft.mapper import LayerMap, LinearMap, Mapper, SourceKV
 from kvgraft.ops import map_layer
+from kvgraft.quality.verdict import warn_if_doubtful
 from kvgraft.rope import RopeSpec, RopeTable
 
 __all__ = [
@@ -39,8 +40,14 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def load_mapper(path: str | os.PathLike[str]) -> Mapper:
-    """Open an artifact; see :func:`kvgraft.artifact.load`."""
-    return artifact.load(path)
+    """Open an artifact; see :func:`kvgraft.artifact.load`.
+
+    Warns, once per artifact, with a :class:`kvgraft.errors.QualityWarning` if it
+    was never evaluated or its evaluation does not recommend it without reserve.
+    """
+    mapper = artifact.load(path)
+    warn_if_doubtful(mapper.quality, mapper.describe(), os.path.realpath(path))
+    return mapper
 
 
 def transfer_layer(

@@ -38,13 +38,20 @@ def run(args: argparse.Namespace) -> int:
     for title, facts in (("fit", mapper.fit), ("quality", mapper.quality)):
         print(f"\n{title}")
         for key, value in facts.items():
-            print(f"  {key}: {value}")
+            print(f"  {key}: {_without_fingerprints(value)}")
         if not facts:
             print("  nothing recorded")
     if args.layers:
         print()
         _print_layers(mapper)
     return 0
+
+
+def _without_fingerprints(value: Any) -> Any:
+    """Kilobytes of digests are for machines."""
+    if isinstance(value, dict) and "fingerprints" in value:
+        return {k: v for k, v in value.items() if k != "fingerprints"}
+    return value
 
 
 def _is_model(path: str) -> bool:

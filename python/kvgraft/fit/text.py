@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
+from kvgraft.quality.overlap import encode, fingerprints
 
 __all__ = [
     "CalibrationText",
@@ -31,6 +32,7 @@ __all__ = [
     "TextSource",
     "as_list",
     "check_sources",
+    "documents",
     "parse_source",
     "read_text",
 ]
@@ -174,6 +176,8 @@ class CalibrationText:
             "tokens": (len(self) - n_heldout) * self.seq_len,
             "heldout_tokens": n_heldout * self.seq_len,
             "sources": [dict(s) for s in self.sources],
+            # So that an evaluation can prove that its text is other text.
+            "fingerprints": encode(fingerprints(self.tokens)),
         }
 
 
@@ -278,6 +282,20 @@ def as_list(sources: TextLike | Sequence[TextLike]) -> list[TextLike]:
     return [sources] if isinstance(sources, str | os.PathLike | TextSource) else list(sources)
 
 
+def documents(source: TextSource, tokenizer: Any, *, chat: bool = False) -> Iterator[str]:
+    """The texts of one source, one after the other; a plain-text file in pieces.
+
+    Args:
+        source: Where they come from.
+        tokenizer: Renders chats.
+        chat: See :func:`read_text`.
+
+    Raises:
+        FitError: If it cannot be read.
+    """
+    return _Reader(source, tokenizer, [], 1, chat).pieces
+
+
 def _as_source(text: TextLike) -> TextSource:
     return text if isinstance(text, TextSource) else TextSource(Path(text))
 
@@ -304,13 +322,13 @@ class _Reader:
         self._tokenizer = tokenizer
         self._prefix = prefix
         self._body = seq_len - len(prefix)
-        self._pieces = self._documents(chat)
+        self.pieces = self._documents(chat)
         self._ids: list[int] = []
 
     def next_sequence(self) -> NDArray[np.int32] | None:
         """The next sequence, or ``None`` at the end."""
         while len(self._ids) < self._body:
-            piece = next(self._pieces, None)
+            piece = next(self.pieces, None)
             if piece is None:
                 return None
             self._hash.update(piece.encode("utf-8", "surrogatepass"))

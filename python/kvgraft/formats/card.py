@@ -45,12 +45,7 @@ def model_card(mapper: Mapper, nbytes: int) -> str:
         "",
         "## Quality",
         "",
-        *_table(
-            mapper.quality,
-            "measured",
-            "**Not evaluated.** Nothing was measured on held-out text. Run `kvgraft eval` before "
-            "you rely on it: a mapper can be worse than starting again.",
-        ),
+        *_quality(mapper.quality),
         "",
         "## Fit",
         "",
@@ -109,6 +104,66 @@ def _span(numbers: list[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
+def _quality(quality: Mapping[str, Any]) -> list[str]:
+    """The verdict first, then the numbers that it rests on."""
+    if not quality:
+        return [
+            "**Not evaluated.** Nothing was measured on held-out text. Run `kvgraft eval` before "
+            "you rely on it: a mapper can be worse than starting again."
+        ]
+    losses, policy, text = (quality.get(name) for name in ("nll", "policy", "text"))
+    if not (isinstance(losses, Mapping) and isinstance(policy, Mapping)):
+        return _table(quality, "measured", "")
+    lines = [f"**Verdict: {_cell(quality.get('verdict', 'unknown'))}.**", ""]
+    lines += [
+        f"- {_cell(line)}" for name in ("reasons", "notes") for line in (quality.get(name) or ())
+    ]
+    lines += ["", "| held-out loss of the continuation | nats per token |", "|---|---|"]
+    lines += [f"| {_cell(name)} | {_number(value)} |" for name, value in losses.items()]
+    rows = {
+        "next token as with the target's own cache": quality.get("agreement"),
+        "KL divergence from the target's own prediction, nats": quality.get("kl"),
+        "attention-output cosine": quality.get("attention_cosine"),
+    }
+    for title, name in (("R² of {}", "r2"), ("needles found: {}", "needle")):
+        found = quality.get(name)
+        if isinstance(found, Mapping):
+            rows |= {title.format(key): value for key, value in found.items()}
+    even = quality.get("break_even_tokens")
+    if isinstance(even, Mapping):
+        rows |= {f"faster than reading again from, tokens ({k})": v for k, v in even.items()}
+    rows["native tokens recommended, start and end"] = (
+        f"{policy.get('head')} and {policy.get('tail')}"
+    )
+    lines += ["", "| measured | |", "|---|---|"]
+    lines += [f"| {_cell(name)} | {_number(value)} |" for name, value in rows.items()]
+    if isinstance(text, Mapping):
+        files = ", ".join(
+            str(s.get("name")) for s in text.get("sources", ()) if isinstance(s, Mapping)
+        )
+        lines += [
+            "",
+            f"{text.get('documents')} documents from {_cell(files)}; a prefix of "
+            f"{quality.get('prefix')} tokens, {quality.get('scored')} scored; "
+            f"{_cell(text.get('disjoint') or 'not proved disjoint from the calibration text')}. "
+            f"Measured {quality.get('date')} on {_machine(quality.get('machine'))}.",
+        ]
+    return lines
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.3f}" if isinstance(value, float) else _cell(value)
+
+
+def _machine(found: Any) -> str:
+    if not isinstance(found, Mapping):
+        return "an unknown machine"
+    names = ("processor", "system", "device")
+    return _cell(", ".join(str(found[n]) for n in names if found.get(n)))
+
+
 def _table(data: Mapping[str, Any], title: str, otherwise: str) -> list[str]:
     rows = list(_flatten(data, ""))
     if not rows:
@@ -118,6 +173,8 @@ def _table(data: Mapping[str, Any], title: str, otherwise: str) -> list[str]:
 
 def _flatten(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for key, value in data.items():
+        if key == "fingerprints":  # for machines
+            continue
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{name}.")
