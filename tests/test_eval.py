@@ -28,7 +28,7 @@ SMALL = EvalConfig(
     prefix=40,
     scored=12,
     heads=(0, 4),
-    tails=(0, 6),
+    tails=(1, 6),
     needle_lengths=(256,),
     needle_depths=(0.2, 0.9),
     needle_samples=1,
@@ -80,7 +80,7 @@ def test_a_perfect_map_is_told_from_nothing(perfect):
     for kind in ("keys", "values"):
         assert np.array(perfect["r2"][kind]["by_head"]) == pytest.approx(1, abs=1e-4)
         assert np.array(perfect["importance"][kind]) == pytest.approx(np.eye(2), abs=1e-6)
-    for end in ((0, 6), (4, 0), (4, 6)):
+    for end in ((0, 6), (4, 1), (4, 6)):
         assert found[arms.with_ends(*end)]["gap"] == pytest.approx([0, 0, 0], abs=1e-4)
     # The same model and no map at all: its own cache.
     assert found[arms.RAW]["gap"] == pytest.approx([0, 0, 0], abs=1e-4)
@@ -101,7 +101,7 @@ def test_controls_differ_from_the_native_cache(perfect):
 
 def test_results_are_plain_and_complete(perfect):
     again = json.loads(json.dumps(perfect, allow_nan=False))
-    assert again["policy"]["head"] == again["policy"]["tail"] == 0, "nothing to gain"
+    assert (again["policy"]["head"], again["policy"]["tail"]) == arms.PLAIN, "nothing to gain"
     assert [r["tokens"] for r in again["speed"]] == [16, 48]
     assert again["speed"][0]["map_warm_seconds"] > 0 and "map_cold_seconds" not in again["speed"][0]
     assert again["text"]["documents"] == 3 and again["text"]["disjoint"] is None
@@ -192,7 +192,8 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch):
         {"scored": 0},
         {"heads": (-1,)},
         {"repeats": 0},
-        {"tails": (39,)},
+        {"tails": (40,)},
+        {"tails": (0,)},
         {"needle_depths": (1.5,)},
         {"speed_lengths": (1,)},
     ],
@@ -211,7 +212,7 @@ PAIR = [
     str(TEXT / "calibration_stories.txt"),
 ]
 QUICK = [
-    *("--documents", "6", "--prefix", "128", "--scored", "64", "--heads", "0", "--tails", "0"),
+    *("--documents", "6", "--prefix", "128", "--scored", "64", "--heads", "0", "--tails", "1"),
     *("16", "--needle-lengths", "200", "--needle-depths", "0.5", "--needle-samples", "1"),
     *("--speed-lengths", "64", "128", "--repeats", "1"),
 ]

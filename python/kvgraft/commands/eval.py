@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
         "--heads", type=int, nargs="+", default=[0, 4, 32], help="native tokens to try at the start"
     )
     what.add_argument(
-        "--tails", type=int, nargs="+", default=[0, 32, 128], help="native tokens to try at the end"
+        "--tails", type=int, nargs="+", default=[1, 32, 128], help="native tokens to try at the end"
     )
     what.add_argument(
         "--needle-lengths",

@@ -27,6 +27,7 @@ __all__ = [
     "MAPPED",
     "NATIVE",
     "NONE",
+    "PLAIN",
     "RANDOM",
     "RAW",
     "WRONG",
@@ -49,13 +50,19 @@ RANDOM = "target, random map"
 RAW = "target, source's cache as it is"
 ALONE = "source alone"
 
+PLAIN = (0, 1)
+"""Native tokens at start and end of a hand-over without more: only the last one."""
+
 Pairs = list[tuple[mx.array, mx.array]]
 """``(keys, values)`` per layer, ``[B, H, N, D]``, keys with RoPE."""
 
 
 def with_ends(head: int, tail: int) -> str:
-    """Name of the arm with the first ``head`` and the last ``tail`` tokens native."""
-    return MAPPED if not head and not tail else f"{MAPPED}, {head} head + {tail} tail native"
+    """Name of the arm with the first ``head`` and the last ``tail`` tokens native.
+
+    The last token always is.
+    """
+    return MAPPED if (head, tail) == PLAIN else f"{MAPPED}, {head} head + {tail} tail native"
 
 
 def copy_of(cache: Sequence[Any]) -> Pairs:
@@ -135,6 +142,9 @@ class _RandomStore:
             part.weight = _noise_like(fitted.weight, key)
             part.bias = fitted.bias
             mx.eval(part.weight, part.bias)
+
+    def read_ahead(self, layer: LayerMap) -> None:
+        """Nothing to bring near: the noise is made."""
 
 
 def _noise_like(weight: Weight, key: mx.array) -> mx.array:

@@ -356,15 +356,15 @@ class _Run:
             logits = model(mx.array([tokens[at:-1]]), cache=cache)[0]
         found[arms.NATIVE], log_p = score_tokens(logits, following)
 
-        def go_on(pairs: arms.Pairs | None, head: int = 0, tail: int = 0) -> TokenScores:
+        def go_on(pairs: arms.Pairs | None, head: int = 0, tail: int = 1) -> TokenScores:
             cache = None
             if pairs is not None:
                 try:
-                    cache = arms.assemble(geometry, native, pairs, head, at - tail)
+                    cache = arms.assemble(geometry, native, pairs, head, cfg.prefix - tail)
                 except CacheError:
                     return TokenScores.broken(len(following))
-                took = arms.read_on(model, cache, tokens[at - tail : at])
-                if tail:
+                took = arms.read_on(model, cache, tokens[cfg.prefix - tail : at])
+                if tail > 1:
                     seconds[f"tail {tail}"] = took
             logits = model(mx.array([tokens[at:-1]]), cache=cache)[0]
             return score_tokens(logits, following, log_p)[0]
@@ -433,7 +433,7 @@ class _Run:
         }
         losses = {ends: mean[arms.with_ends(*ends)] for ends in self.config.ends}
         seconds = {
-            (h, t): (median(f"head {h}") if h else 0.0) + (median(f"tail {t}") if t else 0.0)
+            (h, t): (median(f"head {h}") if h else 0.0) + (median(f"tail {t}") if t > 1 else 0.0)
             for h, t in losses
         }
         candidates = search(losses, mean[arms.NATIVE], seconds, median("map"), median("prefill"))
@@ -476,8 +476,8 @@ class _Run:
             f"{arms.MAPPED}, switch {SWITCHES[0]}": (0, n),
             f"{arms.MAPPED}, switch {SWITCHES[1]}": (0, border),
         }
-        if ends != (0, 0):
-            trials[f"{arms.with_ends(*ends)}, switch {SWITCHES[0]}"] = (ends[0], n - ends[1])
+        if ends != arms.PLAIN:
+            trials[f"{arms.with_ends(*ends)}, switch {SWITCHES[0]}"] = (ends[0], n + 1 - ends[1])
         for name, (head, end) in trials.items():
             try:
                 cache = arms.assemble(geometry, native, mapped, head, end)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvgraft.quality.arms import PLAIN
 from kvgraft.quality.metrics import Interval, bootstrap
 
 __all__ = ["Candidate", "choose_policy", "search"]
@@ -25,7 +26,7 @@ class Candidate:
 
     Attributes:
         head: Native tokens at the start.
-        tail: Native tokens at the end, besides the last one, which always is.
+        tail: Native tokens at the end, with the last one, which always is.
         nll: Mean loss, nats per token.
         gap: Loss minus that of the target's own cache.
         gain: Loss of mapping alone minus this one's.
@@ -65,13 +66,13 @@ def search(
     """Compare the candidates that were measured.
 
     Args:
-        losses: Loss per document, by ``(head, tail)``; ``(0, 0)`` must be there.
+        losses: Loss per document, by ``(head, tail)``; ``(0, 1)`` must be there.
         native: Loss per document of the target's own cache.
         seconds: Time that the native tokens take, by ``(head, tail)``.
         map_seconds: Time to map the prefix.
         prefill_seconds: Time in which the target reads the prefix itself.
     """
-    plain = np.asarray(losses[0, 0], dtype=np.float64)
+    plain = np.asarray(losses[PLAIN], dtype=np.float64)
     own = np.asarray(native, dtype=np.float64)
     saved = prefill_seconds - map_seconds
     whole = max(float((plain - own).mean()), 0.0)
@@ -81,7 +82,7 @@ def search(
         gain = bootstrap(plain - x)
         took = seconds[head, tail]
         value: float | None = None
-        if (head, tail) == (0, 0):
+        if (head, tail) == PLAIN:
             value = 0.0
         elif gain.low > 0 and saved > 0:
             value = gain.mean - whole * took / saved

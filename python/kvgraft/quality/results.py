@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvgraft.errors import EvaluationError
+from kvgraft.quality.arms import PLAIN
 from kvgraft.quality.metrics import TokenScores
 from kvgraft.quality.text import HeldoutText
 
@@ -22,7 +23,7 @@ class EvalConfig:
         prefix: Tokens before the scored part; all but the last are handed over.
         scored: Tokens scored per document.
         heads: Native tokens at the start to try.
-        tails: Native tokens at the end to try.
+        tails: Native tokens at the end to try, with the last one, which always is.
         needle_lengths: Tokens of the contexts that needles are hidden in; empty
             for none.
         needle_depths: Where they are hidden, 0 to 1.
@@ -39,7 +40,7 @@ class EvalConfig:
     prefix: int = 768
     scored: int = 256
     heads: tuple[int, ...] = (0, 4, 32)
-    tails: tuple[int, ...] = (0, 32, 128)
+    tails: tuple[int, ...] = (1, 32, 128)
     needle_lengths: tuple[int, ...] = (512, 1024)
     needle_depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     needle_samples: int = 2
@@ -54,12 +55,18 @@ class EvalConfig:
                 "An evaluation needs at least 2 documents, a prefix of 2 tokens and 1 scored "
                 f"token; got {self.documents}, {self.prefix} and {self.scored}."
             )
-        if min((*self.heads, *self.tails, 0)) < 0 or self.repeats < 1 or self.needle_samples < 1:
-            raise EvaluationError("Numbers of native tokens, runs and samples can't be negative.")
-        if max(self.heads, default=0) + max(self.tails, default=0) > self.prefix - 2:
+        if min((*self.heads, 0)) < 0 or min((*self.tails, 1)) < 1:
             raise EvaluationError(
-                f"A head of {max(self.heads)} and a tail of {max(self.tails)} native tokens leave "
-                f"nothing to map of a prefix of {self.prefix}. Use a longer --prefix."
+                "Native heads have no less than 0 tokens and tails no less than 1: the last token "
+                "of a prefix is always read by the target."
+            )
+        if self.repeats < 1 or self.needle_samples < 1:
+            raise EvaluationError("At least one timed run and one needle per place are needed.")
+        head, tail = (max(x) for x in zip(*self.ends))
+        if head + tail >= self.prefix:
+            raise EvaluationError(
+                f"A head of {head} and a tail of {tail} native tokens leave nothing to map of a "
+                f"prefix of {self.prefix}. Use a longer --prefix."
             )
         if any(not 0 <= d <= 1 for d in self.needle_depths):
             raise EvaluationError("Needle depths lie between 0 and 1.")
@@ -68,8 +75,8 @@ class EvalConfig:
 
     @property
     def ends(self) -> list[tuple[int, int]]:
-        """Pairs (head, tail) to try; always with (0, 0)."""
-        return sorted({(0, 0)} | {(h, t) for h in self.heads for t in self.tails})
+        """Pairs (head, tail) to try; always with the plain hand-over."""
+        return sorted({PLAIN} | {(h, t) for h in self.heads for t in self.tails})
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

@@ -48,7 +48,7 @@ def time_length(
         geometry: Its geometry.
         capture: A cache of the source, ``{layer: (keys, values)}``.
         tokens: Text for the target to read; repeated to the length.
-        policy: Native tokens at the start and at the end.
+        policy: Native tokens at the start and at the end, with the last one.
         repeats: Runs.
 
     Returns:
@@ -57,7 +57,8 @@ def time_length(
     source = {i: (_tiled(k, n), _tiled(v, n)) for i, (k, v) in capture.items()}
     mx.eval(source)
     text = (list(tokens) * (n // len(tokens) + 1))[:n]
-    head, tail = (min(x, n // 2) for x in policy)
+    # The last one is not counted: it comes on top of a cache of n tokens, mapped or not.
+    head, tail = min(policy[0], n // 2), min(policy[1] - 1, n // 2)
 
     def mapped(with_mapper: Mapper, drop: bool) -> list[Any]:
         layers = iter_transfer(source, with_mapper, unload_after=drop, dtype=geometry.mx_dtype)
