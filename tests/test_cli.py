@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -121,10 +122,24 @@ def test_an_altered_mapper_fails_to_verify(mapper, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "8bit"])
-def test_convert_stores_other_weights(mapper, tmp_path, weights):
+def test_convert_stores_other_weights(mapper, tmp_path, weights, capsys):
     out = tmp_path / weights
     assert main(["convert", str(mapper), str(out), "--weights", weights]) == 0
     assert main(["verify", str(out)]) == 0
+    assert ("was not measured" in capsys.readouterr().out) == (weights == "8bit")
+
+
+def test_what_rounding_costs_is_said(mapper, tmp_path, capsys):
+    changes = []
+    for weights in ("8bit", "4bit"):
+        assert main(["convert", str(mapper), str(tmp_path / weights), "--weights", weights]) == 0
+        said = re.search(r"keys' weights by ([0-9.]+) %", capsys.readouterr().out)
+        changes.append(float(said[1]))
+    assert 0 < 5 * changes[0] < changes[1] < 50
+    assert main([*FIT, *LITTLE, "--weights", "4bit", "--out", str(tmp_path / "fit")]) == 0
+    assert re.search(r"4bit weights cost -?[0-9.]+ of it", capsys.readouterr().out)
+    fitted = kvgraft.load_mapper(tmp_path / "fit").fit
+    assert fitted["mean_r2_keys_unrounded"] != fitted["mean_r2_keys"]
 
 
 def test_convert_to_veloxquant_and_back(mapper, tmp_path):

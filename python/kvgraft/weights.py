@@ -79,3 +79,10 @@ def quantize(weight: mx.array, *, bits: int, group_size: int = 64) -> AffineWeig
         )
     packed, scales, biases = mx.quantize(weight.swapaxes(-1, -2), group_size=group_size, bits=bits)
     return AffineWeight(packed, scales, biases, group_size, bits)
+
+
+def relative_change(before: Weight, after: Weight) -> float:
+    """Norm of the difference of two weights of one shape, over that of the first."""
+    a, b = (dequantize(w).astype(mx.float32) for w in (before, after))
+    size = mx.sqrt(mx.square(a).sum())
+    return float(mx.sqrt(mx.square(a - b).sum()) / mx.maximum(size, 1e-30))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvgraft.mapper import Mapper
+    from kvgraft.weights import Weight
 
 __all__ = ["add_parser"]
 
@@ -40,4 +44,39 @@ def run(args: argparse.Namespace) -> int:
     else:
         out = artifact.save(mapper, args.out, weights=args.weights)
     print(f"Wrote {out}")
+    if args.to == "kvgraft" and args.weights in ("8bit", "4bit"):
+        for line in _loss(artifact.load(args.mapper), artifact.load(out), args.weights):
+            print(line)
     return 0
+
+
+def _loss(before: Mapper, after: Mapper, weights: str) -> list[str]:
+    """What is known, and what isn't, about the rounding of the weights."""
+    from kvgraft.weights import relative_change
+
+    lines = []
+    for kind in ("keys", "values"):
+        changes = {
+            m.target_layer: relative_change(
+                _weight(before, m.target_layer, kind), _weight(after, m.target_layer, kind)
+            )
+            for m in before.layers
+        }
+        worst = max(changes, key=lambda layer: changes[layer])
+        mean = sum(changes.values()) / len(changes)
+        lines.append(
+            f"  {weights} changes the {kind}' weights by {100 * mean:.2g} % on average, at most "
+            f"{100 * changes[worst]:.2g} % (layer {worst})"
+        )
+    lines.append(
+        "  What that does to the target was not measured: scores in the artifact are those of the "
+        "weights before. `kvgraft fit --weights` scores the rounded ones."
+    )
+    return lines
+
+
+def _weight(mapper: Mapper, layer: int, kind: str) -> Weight:
+    loaded = mapper.read_layer(layer)  # one layer in memory at a time
+    weight = (loaded.keys if kind == "keys" else loaded.values).weight
+    assert weight is not None
+    return weight

@@ -168,6 +168,12 @@ def run(args: argparse.Namespace) -> int:
             f"  held-out R2 of the {name}: mean {sum(scores) / len(scores):.3f}, "
             f"lowest {min(scores):.3f} (layer {scores.index(min(scores))})"
         )
+        exact = mapper.fit.get(f"mean_r2_{name}_unrounded")
+        if exact is not None:
+            lost = exact - sum(scores) / len(scores)
+            print(
+                f"    {config.weights} weights cost {lost:.3f} of it ({exact:.3f} before rounding)"
+            )
     print(
         "R2 does not tell how well the target goes on from a mapped cache. Measure it:\n"
         f"  kvgraft demo --source {args.source} --target {args.target} --mapper {args.out}"

@@ -427,6 +427,9 @@ class _LastStage:
         tuned = self._tune(mapper, self.documents)
         for layer in tuned.layers:
             layer.scores |= heldout_scores(layer, moments.heldout)
+            for kind in KINDS:  # that of the closed form says nothing any more
+                layer.scores.pop(f"r2_{kind}_unrounded", None)
+                tuned.fit.pop(f"mean_r2_{kind}_unrounded", None)
         tuned.fit |= mean_scores(tuned.layers)
         return tuned
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
-from kvgraft.fit.moments import Moments, MomentSet
+from kvgraft.fit.moments import KINDS, Moments, MomentSet
 from kvgraft.fit.ridge import Residuals, r_squared_by_head, residuals, solve_ridge
 from kvgraft.fit.select import LayerScores, choose_layers, score_layers
 from kvgraft.geometry import ModelGeometry
@@ -179,7 +179,9 @@ def solve_layer(
     with the weights as they are stored, averaged over heads; the same per head
     (``r2_keys.0``, …); ``r2_keys_fit`` and ``r2_values_fit`` in-sample; and the
     condition numbers ``condition_keys`` and ``condition_values``; and where λ was
-    chosen, ``lambda_keys`` and ``lambda_values``, as added to the Gram matrix.
+    chosen, ``lambda_keys`` and ``lambda_values``, as added to the Gram matrix;
+    and for quantised weights, ``r2_keys_unrounded`` and ``r2_values_unrounded``
+    of the weights before.
     """
     scores: dict[str, float] = {}
     maps = {}
@@ -192,6 +194,10 @@ def solve_layer(
         scores[f"condition_{kind}"] = solved.condition
         if solved.method != "cholesky":
             scores[f"unstable_{kind}"] = 1.0
+        if heldout is not None and config.weights in ("8bit", "4bit"):
+            scores[f"r2_{kind}_unrounded"] = float(
+                _heldout_r2(solved.map, kind, target_layer, heldout, solved.dense).mean()
+            )
     layer = LayerMap(target_layer, maps["keys"], maps["values"], scores)
     if heldout is not None:
         scores |= heldout_scores(layer, heldout)
@@ -210,27 +216,33 @@ def heldout_scores(layer: LayerMap, heldout: MomentSet) -> dict[str, float]:
     """
     scores: dict[str, float] = {}
     for kind, part in (("keys", layer.keys), ("values", layer.values)):
-        assert part.weight is not None and part.bias is not None
-        used = np.array(dequantize(part.weight).astype(mx.float32)).astype(np.float64)
-        bias = np.array(part.bias.astype(mx.float32)).astype(np.float64)
-        r2 = np.zeros(len(used))
-        for group, heads in _systems(part.heads, len(used)).items():
-            which = None if part.heads is None else heads
-            w = np.concatenate([used[head] for head in heads], axis=1)
-            error, total = residuals(
-                heldout,
-                kind,
-                part.sources,
-                group,
-                [layer.target_layer],
-                which,
-                w,
-                bias[heads].reshape(-1),
-            )
-            r2[heads] = r_squared_by_head(error, total, len(heads))
+        r2 = _heldout_r2(part, kind, layer.target_layer, heldout)
         scores[f"r2_{kind}"] = float(r2.mean())
         scores |= {f"r2_{kind}.{head}": float(value) for head, value in enumerate(r2)}
     return scores
+
+
+def _heldout_r2(
+    part: LinearMap,
+    kind: str,
+    target_layer: int,
+    heldout: MomentSet,
+    used: Float64 | None = None,
+) -> Float64:
+    """``[heads]`` R² of a map, or of the same map with other weights ``used``."""
+    assert part.weight is not None and part.bias is not None
+    if used is None:
+        used = np.array(dequantize(part.weight).astype(mx.float32)).astype(np.float64)
+    bias = np.array(part.bias.astype(mx.float32)).astype(np.float64)
+    r2 = np.zeros(len(used))
+    for group, heads in _systems(part.heads, len(used)).items():
+        which = None if part.heads is None else heads
+        w = np.concatenate([used[head] for head in heads], axis=1)
+        intercept = bias[heads].reshape(-1)
+        where = (kind, part.sources, group, [target_layer], which)
+        error, total = residuals(heldout, *where, w, intercept)
+        r2[heads] = r_squared_by_head(error, total, len(heads))
+    return r2
 
 
 def _systems(plan: Plan | None, n_heads: int) -> dict[tuple[int, ...] | None, list[int]]:
@@ -248,6 +260,8 @@ class _Solved:
     condition: float
     method: str
     ridge: float
+    dense: Float64
+    """The weights before they were rounded."""
 
 
 def best_lambda(
@@ -356,7 +370,7 @@ def _solve_kind(
         bias[heads] = (y_mean - x_mean @ w).reshape(len(heads), -1)
     linear = LinearMap.of(sources, stored, mx.array(bias.astype(np.float32)), plan)
     mx.eval(_leaves(stored), linear.bias)
-    return _Solved(linear, r2_fit, condition, method, ridge)
+    return _Solved(linear, r2_fit, condition, method, ridge, dense)
 
 
 def store_weight(dense: Float64, config: FitConfig, where: str) -> Weight:
@@ -432,7 +446,8 @@ def _describe(
 def mean_scores(layers: Sequence[LayerMap]) -> dict[str, float]:
     """R² averaged over layers: ``mean_r2_keys``, ``mean_r2_keys_fit``, …."""
     out = {}
-    for name in ("r2_keys", "r2_keys_fit", "r2_values", "r2_values_fit"):
+    names = [f"r2_{kind}{end}" for kind in KINDS for end in ("", "_fit", "_unrounded")]
+    for name in names:
         found = [m.scores[name] for m in layers if name in m.scores]
         if found:
             out[f"mean_{name}"] = float(np.mean(found))
