@@ -9,7 +9,7 @@ read here is a new object over the same memory, and what is built never holds an
 object of the caller's.
 """
 
-from kvgraft.kinds.build import build_cache, check_mappable, check_quantizable, place
+from kvgraft.kinds.build import build_cache, check_mappable, check_quantizable, compact, place
 from kvgraft.kinds.length import n_tokens, trim
 from kvgraft.kinds.provenance import Provenance, is_mapped, mark, provenance_of
 from kvgraft.kinds.read import read_cache
@@ -24,6 +24,7 @@ __all__ = [
     "check_mappable",
     "check_quantizable",
     "is_mapped",
+    "compact",
     "mark",
     "n_tokens",
     "place",

@@ -11,6 +11,7 @@ __all__ = [
     "ArgumentError",
     "ArtifactWriteError",
     "CacheError",
+    "CacheFileNotFoundError",
     "ChecksumError",
     "EvaluationError",
     "FitError",
@@ -62,6 +63,10 @@ class FormatError(KvgraftError, ValueError):
 
 class MapperNotFoundError(FormatError, FileNotFoundError):
     """No artifact at the given path."""
+
+
+class CacheFileNotFoundError(FormatError, FileNotFoundError):
+    """No prompt-cache file at the given path."""
 
 
 class ModelNotFoundError(KvgraftError, FileNotFoundError):

@@ -6,9 +6,11 @@ whether the source layers that feed it hold them, the map, and the new cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import mlx.core as mx
 
 from kvgraft.caches import (
     Bound,
@@ -42,15 +44,22 @@ class Handover:
     bound: Bound | None
 
 
-def plan_handover(snapshot: CacheSnapshot, target: ModelGeometry) -> Handover:
+def plan_handover(
+    snapshot: CacheSnapshot, target: ModelGeometry, n_tokens: int | None = None
+) -> Handover:
     """Say which tokens each layer of the target needs.
 
     A full layer needs the whole text, a sliding one its window. If the source's
     cache was made with ``max_kv_size``, the target's gets the same limit and the
     same tokens at the same positions, as if it had been made so itself.
 
+    Args:
+        snapshot: What the source's cache holds.
+        target: Geometry of the target.
+        n_tokens: Hand over the first so many tokens only; default all.
+
     Raises:
-        GeometryError: If the source has dropped tokens because of
+        GeometryError: If there are not so many, or the source has dropped tokens because of
             ``max_kv_size`` and the target has sliding layers: mlx-lm gives such
             models no limited cache.
     """
@@ -63,7 +72,10 @@ def plan_handover(snapshot: CacheSnapshot, target: ModelGeometry) -> Handover:
                 "Re-prefill."
             )
         bound = None
-    wanted = {i: place(layer, snapshot.offset, bound) for i, layer in enumerate(target.layers)}
+    n = snapshot.offset if n_tokens is None else n_tokens
+    if not 0 < n <= snapshot.offset:
+        raise GeometryError(f"Cannot hand over {n} tokens of {snapshot.offset}.")
+    wanted = {i: place(layer, n, bound) for i, layer in enumerate(target.layers)}
     return Handover(dict(enumerate(snapshot.held)), wanted, bound)
 
 
@@ -76,6 +88,8 @@ def graft_snapshot(
     provenance: Provenance | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
+    n_tokens: int | None = None,
+    head: CacheSnapshot | None = None,
 ) -> list[Any]:
     """Map what the source's cache holds into a cache of the target.
 
@@ -87,6 +101,10 @@ def graft_snapshot(
         provenance: Mark of the result.
         kv_bits: See :func:`kvgraft.caches.build_cache`.
         kv_group_size: See :func:`kvgraft.caches.build_cache`.
+        n_tokens: Hand over the first so many tokens only; default all.
+        head: What the target's own cache holds of the first tokens. These are
+            exact, since no later token changes them, and take the place of
+            mapped ones.
 
     Returns:
         The target's cache, evaluated, marked as mapped.
@@ -96,21 +114,45 @@ def graft_snapshot(
             NaN or infinity.
         GeometryError: If the parts don't fit together.
     """
-    plan = plan_handover(snapshot, target)
+    plan = plan_handover(snapshot, target, n_tokens)
     if kv_bits is not None:
         check_quantizable(target, kv_bits, kv_group_size, plan.bound)
+    own = {i: Held.of(()) for i in plan.wanted}
+    if head is not None:
+        if len(head.rows) != len(target.layers):
+            raise GeometryError(
+                f"The head has {len(head.rows)} layers, {target.model_type} has "
+                f"{len(target.layers)}."
+            )
+        own = {i: part & head.rows[i].held for i, part in plan.wanted.items()}
+    mapped = {i: part - own[i] for i, part in plan.wanted.items()}
+    if not all(map(len, mapped.values())):
+        raise GeometryError("The head leaves nothing to map; read the text natively.")
     layers = iter_transfer(
         snapshot.source_kv(),
         mapper,
         unload_after=unload_after,
         dtype=target.mx_dtype,
         held=plan.held,
-        wanted=plan.wanted,
+        wanted=mapped,
         check_finite=True,
     )
+
+    def whole() -> Iterator[tuple[mx.array, mx.array]]:
+        for i, keys, values in layers:
+            if head is None or not len(own[i]):
+                yield keys, values
+                continue
+            row = head.rows[i]
+            k, v = (row.held.take(own[i], x).astype(target.mx_dtype) for x in row.pair())
+            yield (
+                mx.concatenate([k, keys], axis=-2),
+                mx.concatenate([v, values], axis=-2),
+            )
+
     return build_cache(
         target,
-        ((keys, values) for _, keys, values in layers),
+        whole(),
         provenance=provenance,
         held=[plan.wanted[i] for i in range(len(target.layers))],
         bound=plan.bound,

@@ -10,7 +10,18 @@ __all__ = ["build_parser"]
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``kvgraft`` with all subcommands."""
     from kvgraft import __version__
-    from kvgraft.commands import convert, demo, env, eval, fit, inspect, plan, serve, verify
+    from kvgraft.commands import (
+        convert,
+        demo,
+        env,
+        eval,
+        fit,
+        inspect,
+        plan,
+        serve,
+        transfer,
+        verify,
+    )
 
     parser = argparse.ArgumentParser(
         prog="kvgraft",
@@ -18,6 +29,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvgraft {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (demo, fit, eval, serve, plan, inspect, verify, convert, env):
+    for module in (demo, fit, eval, transfer, serve, plan, inspect, verify, convert, env):
         module.add_parser(subparsers)
     return parser

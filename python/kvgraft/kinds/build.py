@@ -11,10 +11,11 @@ from kvgraft.errors import CacheError, GeometryError
 from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.held import Held
 from kvgraft.kinds.provenance import Provenance, mark
-from kvgraft.kinds.snapshot import Bound
+from kvgraft.kinds.read import inner_caches, read_entry
+from kvgraft.kinds.snapshot import Bound, QuantizedRows
 from kvgraft.reference import saturate
 
-__all__ = ["build_cache", "check_mappable", "check_quantizable", "place"]
+__all__ = ["build_cache", "check_mappable", "check_quantizable", "compact", "place"]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _GROUP_SIZES = (32, 64, 128)
@@ -243,3 +244,50 @@ def _batched(x: mx.array, layer: int, name: str) -> mx.array:
 def _own(x: mx.array, dtype: mx.Dtype) -> mx.array:
     """An array object of our own, without the rows of a larger buffer behind it."""
     return mx.contiguous(saturate(x, dtype)[...])
+
+
+def compact(cache: Sequence[Any]) -> list[Any]:
+    """Copies of cache objects that hold the rows in use and nothing else.
+
+    What was trimmed away, padding and what has left a window are gone. The
+    originals are not changed.
+
+    Args:
+        cache: The cache of one conversation.
+
+    Raises:
+        CacheError: If it is empty or not what its counters say.
+        UnsupportedCacheError: If it is of a kind that isn't read, or a batch.
+    """
+    if not isinstance(cache, (list, tuple)):
+        raise CacheError(f"Expected a list of caches, got {type(cache).__name__}.")
+    return [_compact(entry, str(layer)) for layer, entry in enumerate(cache)]
+
+
+def _compact(entry: Any, name: str) -> Any:
+    from mlx_lm.models import cache as mlx_lm_cache
+
+    kinds: Any = mlx_lm_cache
+    inner = inner_caches(entry)
+    if inner is not None:
+        return kinds.CacheList(*(_compact(c, f"{name}.{i}") for i, c in enumerate(inner)))
+    rows = read_entry(entry, name)
+    if isinstance(rows.keys, QuantizedRows) and isinstance(rows.values, QuantizedRows):
+        made = kinds.QuantizedKVCache(group_size=rows.keys.group_size, bits=rows.keys.bits)
+        made.keys, made.values = (
+            tuple(mx.contiguous(part) for part in (x.packed, x.scales, x.biases))
+            for x in (rows.keys, rows.values)
+        )
+        made.offset = rows.held.stop
+        return made
+    k, v = rows.pair()
+    if type(entry).__name__ == "RotatingKVCache":
+        part = Held.last(rows.held.stop, entry.max_size, entry.keep)
+        if rows.held.covers(part):
+            k, v = rows.held.take(part, k), rows.held.take(part, v)
+        made = kinds.RotatingKVCache(max_size=entry.max_size, keep=entry.keep)
+        made._idx = int(k.shape[2])
+    else:
+        made = kinds.KVCache()
+    made.keys, made.values, made.offset = mx.contiguous(k), mx.contiguous(v), rows.held.stop
+    return made

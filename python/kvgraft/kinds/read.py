@@ -12,7 +12,7 @@ from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.held import Held
 from kvgraft.kinds.snapshot import Bound, CacheSnapshot, LayerRows, QuantizedRows
 
-__all__ = ["advice", "read_cache", "read_offset"]
+__all__ = ["advice", "inner_caches", "read_cache", "read_entry", "read_offset"]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _BATCHES = ("BatchKVCache", "BatchRotatingKVCache")
@@ -70,7 +70,7 @@ def read_cache(
         for name, entry in _flatten(outer, str(layer))
     ]
     for name, entry in entries:
-        _check_class(entry, name, row)
+        _check_class(entry, name, row)  # of all layers, before any work
     if not entries:
         raise CacheError("The cache list is empty: it has no layers.")
     if geometry is not None and len(entries) != len(geometry.layers):
@@ -79,7 +79,7 @@ def read_cache(
             f"{len(geometry.layers)}: another model made it, or a draft model's cache is "
             "appended to it."
         )
-    read = [_read_entry(entry, name, row) for name, entry in entries]
+    read = [read_entry(entry, name, row) for name, entry in entries]
     offset = read[0].held.stop
     for (name, _), layer in zip(entries, read, strict=True):
         if layer.held.stop != offset:
@@ -100,12 +100,19 @@ def read_cache(
     return CacheSnapshot(tuple(read), offset, _bound([e for _, e in entries], read, geometry))
 
 
-def _flatten(entry: Any, name: str) -> list[tuple[str, Any]]:
+def inner_caches(entry: Any) -> Sequence[Any] | None:
+    """The caches in an mlx-lm ``CacheList``; ``None`` for anything else."""
     if type(entry).__name__ == "CacheList" and _is_from_mlx_lm(entry):
-        return [
-            pair for i, inner in enumerate(entry.caches) for pair in _flatten(inner, f"{name}.{i}")
-        ]
-    return [(name, entry)]
+        inner: Sequence[Any] = entry.caches
+        return inner
+    return None
+
+
+def _flatten(entry: Any, name: str) -> list[tuple[str, Any]]:
+    inner = inner_caches(entry)
+    if inner is None:
+        return [(name, entry)]
+    return [pair for i, c in enumerate(inner) for pair in _flatten(c, f"{name}.{i}")]
 
 
 def _check_class(entry: Any, name: str, row: int | None) -> None:
@@ -130,7 +137,15 @@ def _is_from_mlx_lm(entry: Any) -> bool:
     return type(entry).__module__ == "mlx_lm.models.cache"
 
 
-def _read_entry(entry: Any, name: str, row: int | None) -> LayerRows:
+def read_entry(entry: Any, name: str, row: int | None = None) -> LayerRows:
+    """Read one cache object; see :func:`read_cache`, which checks them together.
+
+    Args:
+        entry: The cache object.
+        name: What to call the layer in messages.
+        row: Which conversation of a batch.
+    """
+    _check_class(entry, name, row)
     cls = type(entry).__name__
     if cls in _BATCHES:
         assert row is not None

@@ -1,0 +1,266 @@
+"""From one model's prompt-cache file to another's, without the source model."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from kvgraft import artifact
+from kvgraft.caches import CacheSnapshot, Provenance, read_cache
+from kvgraft.errors import CacheError, FormatError, KvgraftError
+from kvgraft.graft import graft_snapshot
+from kvgraft.mapper import Mapper
+from kvgraft.models import identify, load_model, resolve_model
+from kvgraft.probe import read_geometry
+from kvgraft.prompt_files import PromptFile, read_prompt_file, write_prompt_file
+
+__all__ = ["FileTransfer", "prompt_tokens", "transfer_file"]
+
+_STEP = 2048  # tokens per forward pass, as in mlx_lm.generate
+
+
+@dataclass(frozen=True)
+class FileTransfer:
+    """What :func:`transfer_file` did.
+
+    Attributes:
+        path: The file that was written.
+        n_tokens: Tokens in it.
+        n_mapped: Of these, how many were mapped; the target read the others.
+        seconds: Time of mapping and of reading natively, without loading.
+        notes: What is worth knowing and not wrong.
+    """
+
+    path: Path
+    n_tokens: int
+    n_mapped: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def transfer_file(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    mapper: Mapper,
+    target: str,
+    *,
+    prompt: str | None = None,
+    head: int = 0,
+    tail: int = 0,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    trust_remote_code: bool = False,
+) -> FileTransfer:
+    """Map a prompt-cache file of the source into one of the target.
+
+    The source model is not needed. The target is, to see that it is the one
+    that the mapper was fitted for and in which dtype it writes; its weights are
+    read when it reads a token.
+
+    Args:
+        source: A file of ``mlx_lm.cache_prompt``.
+        out: Where to write; not the same file.
+        mapper: Mapper for this pair.
+        target: The target model, as it is to stand in the file:
+            ``mlx_lm.generate`` loads it by this name.
+        prompt: The text that was cached, where the file doesn't hold its token
+            ids; see :func:`prompt_tokens`.
+        head: So many of the first tokens are read by the target itself.
+        tail: So many of the last tokens are read by the target itself.
+        kv_bits: Quantise the result, as ``--kv-bits`` does.
+        kv_group_size: Numbers that share a scale when quantised.
+        trust_remote_code: Let the target's tokenizer run code of its own.
+
+    Raises:
+        CacheError: If the file's cache cannot be mapped, or ``head`` or
+            ``tail`` need token ids that are not known.
+        PairMismatchError: If the file or the target is not what the mapper was
+            fitted for.
+        KvgraftError: As :func:`kvgraft.prompt_files.read_prompt_file` and
+            :func:`kvgraft.prompt_files.write_prompt_file`.
+    """
+    if min(head, tail) < 0:
+        raise CacheError(f"Head and tail are numbers of tokens, not {min(head, tail)}.")
+    if Path(out).exists() and Path(out).samefile(source):
+        raise CacheError(
+            f"{os.fspath(out)} is the source's file, which would be lost. Write to another one."
+        )
+    notes: list[str] = []
+    given = read_prompt_file(source)
+    snapshot = read_cache(given.cache, mapper.source)
+    before = given.provenance
+    if before is not None:
+        notes.append(
+            f"the file was itself mapped, from {before.source}; errors of both maps add up"
+        )
+    loaded = load_model(
+        target,
+        tokenizer_config={"trust_remote_code": True} if trust_remote_code else None,
+        lazy=True,
+    )
+    notes += _check_source(given, mapper, loaded.tokenizer)
+    geometry = read_geometry(loaded.model)
+    notes += artifact.check_pair(mapper, target=geometry, target_model=loaded.identity())
+
+    tokens = given.tokens
+    if prompt is not None:
+        tokens = prompt_tokens(loaded.tokenizer, prompt, snapshot.offset)
+    n = snapshot.offset
+    if tokens is not None and len(tokens) != n:
+        raise CacheError(f"The file holds {n} tokens and the ids of {len(tokens)}; it is damaged.")
+    if head + tail:
+        if tokens is None:
+            raise CacheError(
+                "The target reads the head and the tail from token ids, which the file does not "
+                "hold. Give the text that was cached (--prompt-file), or leave them out."
+            )
+        if head + tail >= n:
+            raise CacheError(
+                f"Head and tail take all of the {n} tokens: nothing is left to map. Use "
+                "mlx_lm.cache_prompt with the target instead."
+            )
+
+    start = time.perf_counter()
+    first: CacheSnapshot | None = None
+    if head:
+        assert tokens is not None
+        first = read_cache(_read_on(loaded.model, None, tokens[:head]), geometry)
+    cache = graft_snapshot(
+        snapshot,
+        mapper,
+        geometry,
+        provenance=_provenance(mapper, n - tail, before),
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        n_tokens=n - tail,
+        head=first,
+    )
+    if tail:
+        assert tokens is not None
+        _read_on(loaded.model, cache, tokens[n - tail :])
+    seconds = time.perf_counter() - start
+    written = write_prompt_file(
+        out,
+        cache,
+        model=target,
+        tokenizer_config=_tokenizer_config(given),
+        tokens=tokens,
+    )
+    return FileTransfer(written, n, n - head - tail, seconds, tuple(notes))
+
+
+def prompt_tokens(tokenizer: Any, prompt: str, n_tokens: int) -> tuple[int, ...]:
+    """Token ids of a text as ``mlx_lm.cache_prompt`` makes them.
+
+    As a user's message in the chat template that is left open, or as it is.
+
+    Args:
+        tokenizer: mlx-lm's tokenizer of either model.
+        prompt: The text.
+        n_tokens: Tokens in the cache. The rendering that gives as many is taken.
+
+    Raises:
+        CacheError: If none gives as many: it is not the text that was cached.
+    """
+    found: list[list[int]] = []
+    if tokenizer.has_chat_template:
+        found.append(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}],
+                add_generation_prompt=False,
+                continue_final_message=True,
+            )
+        )
+    found.append(tokenizer.encode(prompt))
+    for ids in found:
+        if len(ids) == n_tokens:
+            return tuple(int(t) for t in ids)
+    raise CacheError(
+        f"The prompt has {' or '.join(str(len(ids)) for ids in found)} tokens, the cache "
+        f"{n_tokens}: it is not the text that was cached, or was cached in another way."
+    )
+
+
+def _read_on(model: Any, cache: list[Any] | None, tokens: Sequence[int]) -> list[Any]:
+    """Let the target read tokens natively, after what its cache holds."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(model) if cache is None else cache
+    # A ring keeps all of one call, and a head is wanted whole.
+    step = len(tokens) if not any(entry.offset for entry in cache) else _STEP
+    for start in range(0, len(tokens), step):
+        model(mx.array([list(tokens[start : start + step])]), cache=cache)
+        mx.eval([entry.keys for entry in cache], [entry.values for entry in cache])
+    return cache
+
+
+def _check_source(given: PromptFile, mapper: Mapper, tokenizer: Any) -> list[str]:
+    """Compare the file's model with the mapper's source, as far as it is here."""
+    name = given.model
+    if name is None:
+        return ["the file doesn't say which model made it; only its shape was compared"]
+    folder = _local(name)
+    if folder is None:
+        return [f"{name} is not on this machine; only the shape of its cache was compared"]
+    from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+    try:
+        theirs = load_tokenizer(folder)
+    except Exception as error:  # whatever transformers raises
+        return [f"the tokenizer of {name} could not be read ({type(error).__name__})"]
+    artifact.check_pair(mapper, source_model=identify(folder, None, theirs, name=name))
+    if _template(theirs) != _template(tokenizer):
+        return [
+            "the two models have different chat templates: the cached text is in the source's, "
+            "and what mlx_lm.generate adds is in the target's"
+        ]
+    return []
+
+
+def _template(tokenizer: Any) -> str | None:
+    template: str | None = getattr(tokenizer, "chat_template", None)
+    return template
+
+
+def _local(name: str) -> Path | None:
+    """A model's folder, if it is on this machine; nothing is downloaded."""
+    if Path(name).expanduser().is_dir():
+        try:
+            return resolve_model(name)
+        except KvgraftError:
+            return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # its error classes differ from release to release
+        return None
+
+
+def _tokenizer_config(given: PromptFile) -> str:
+    """What ``mlx_lm.generate`` passes to the tokenizer: as for the source."""
+    text = given.metadata.get("tokenizer_config", "{}")
+    try:
+        if isinstance(json.loads(text), dict):
+            return text
+    except ValueError:
+        pass
+    raise FormatError(f"The file's tokenizer_config is no JSON object: {text[:80]!r}.")
+
+
+def _provenance(mapper: Mapper, n_tokens: int, before: Provenance | None) -> Provenance:
+    source, target = mapper.source_model, mapper.target_model
+    return Provenance(
+        source=source.name if source else mapper.source.model_type,
+        target=target.name if target else mapper.target.model_type,
+        mapper=mapper.describe(),
+        n_tokens=n_tokens,
+        before=before,
+    )
