@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import zoo
+from identity import identity_mapper
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -17,12 +18,11 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
-from test_handoff import identity_mapper
 
 from kvgraft.caches import Bound, build_cache, is_mapped, read_cache
 from kvgraft.errors import CacheError, GeometryError, UnsupportedCacheError
 from kvgraft.geometry import LayerGeometry, ModelGeometry
-from kvgraft.graft import graft_snapshot, plan_handover
+from kvgraft.graft import plan_handover
 from kvgraft.handoff import graft_cache
 from kvgraft.held import Held
 from kvgraft.mapper import LayerMap, LinearMap, Mapper
@@ -400,7 +400,7 @@ def test_rows_of_a_batch_are_mapped_like_single_conversations(name: str) -> None
         for i, single in enumerate(singles):
             snapshot = read_cache(batch, at, row=i)
             assert snapshot.offset == (5, 12, 30)[i] + extra and snapshot.batch_size == 1
-            mapped = graft_snapshot(snapshot, mapper, at)
+            mapped = graft_cache(batch, mapper, model, target_geometry=at, row=i)
             want = graft_cache(single, mapper, model, target_geometry=at)
             for got, expected in zip(mapped, want, strict=True):
                 assert got.offset == expected.offset

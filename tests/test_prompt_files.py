@@ -521,7 +521,7 @@ def test_head_and_tail_are_read_by_the_target(
     n = len(ids)
     assert done.n_mapped == n - head - tail
     made = read_prompt_file(out)
-    assert made.tokens == tuple(ids) and made.provenance.n_tokens == n - tail
+    assert made.tokens == tuple(ids) and made.provenance.n_tokens == n - head - tail
     got = read_cache(made.cache)
     model = pair["small"].model
     native = read_cache(prefill(model, ids[:head])) if head else None

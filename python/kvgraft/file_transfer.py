@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from kvgraft import artifact
-from kvgraft.caches import CacheSnapshot, Provenance, read_cache
+from kvgraft.caches import read_cache
 from kvgraft.errors import CacheError, FormatError, KvgraftError
-from kvgraft.graft import graft_snapshot
+from kvgraft.handoff.graft import graft_cache, prefill, read_on
 from kvgraft.mapper import Mapper
 from kvgraft.models import identify, load_model, resolve_model
 from kvgraft.probe import read_geometry
 from kvgraft.prompt_files import PromptFile, read_prompt_file, write_prompt_file
 
 __all__ = ["FileTransfer", "prompt_tokens", "transfer_file"]
-
-_STEP = 2048  # tokens per forward pass, as in mlx_lm.generate
 
 
 @dataclass(frozen=True)
@@ -128,23 +123,20 @@ def transfer_file(
             )
 
     start = time.perf_counter()
-    first: CacheSnapshot | None = None
-    if head:
-        assert tokens is not None
-        first = read_cache(_read_on(loaded.model, None, tokens[:head]), geometry)
-    cache = graft_snapshot(
-        snapshot,
+    first = prefill(loaded.model, tokens[:head]) if head and tokens else None
+    cache = graft_cache(
+        given.cache,
         mapper,
-        geometry,
-        provenance=_provenance(mapper, n - tail, before),
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
+        loaded.model,
+        target_geometry=geometry,
         n_tokens=n - tail,
         head=first,
+        consume=True,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
     )
-    if tail:
-        assert tokens is not None
-        _read_on(loaded.model, cache, tokens[n - tail :])
+    if tail and tokens:
+        read_on(loaded.model, tokens[n - tail :], cache)
     seconds = time.perf_counter() - start
     written = write_prompt_file(
         out,
@@ -186,19 +178,6 @@ def prompt_tokens(tokenizer: Any, prompt: str, n_tokens: int) -> tuple[int, ...]
         f"The prompt has {' or '.join(str(len(ids)) for ids in found)} tokens, the cache "
         f"{n_tokens}: it is not the text that was cached, or was cached in another way."
     )
-
-
-def _read_on(model: Any, cache: list[Any] | None, tokens: Sequence[int]) -> list[Any]:
-    """Let the target read tokens natively, after what its cache holds."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    cache = make_prompt_cache(model) if cache is None else cache
-    # A ring keeps all of one call, and a head is wanted whole.
-    step = len(tokens) if not any(entry.offset for entry in cache) else _STEP
-    for start in range(0, len(tokens), step):
-        model(mx.array([list(tokens[start : start + step])]), cache=cache)
-        mx.eval([entry.keys for entry in cache], [entry.values for entry in cache])
-    return cache
 
 
 def _check_source(given: PromptFile, mapper: Mapper, tokenizer: Any) -> list[str]:
@@ -253,14 +232,3 @@ def _tokenizer_config(given: PromptFile) -> str:
     except ValueError:
         pass
     raise FormatError(f"The file's tokenizer_config is no JSON object: {text[:80]!r}.")
-
-
-def _provenance(mapper: Mapper, n_tokens: int, before: Provenance | None) -> Provenance:
-    source, target = mapper.source_model, mapper.target_model
-    return Provenance(
-        source=source.name if source else mapper.source.model_type,
-        target=target.name if target else mapper.target.model_type,
-        mapper=mapper.describe(),
-        n_tokens=n_tokens,
-        before=before,
-    )

@@ -64,17 +64,6 @@ class Held:
             if max(a, c) < min(b, d)
         )
 
-    def __sub__(self, other: Held) -> Held:
-        kept = list(self.ranges)
-        for a, b in other.ranges:
-            kept = [
-                piece
-                for c, d in kept
-                for piece in ((c, min(d, a)), (max(c, b), d))
-                if piece[0] < piece[1]
-            ]
-        return Held.of(kept)
-
     def __str__(self) -> str:
         return ", ".join(f"{start}…{stop - 1}" for start, stop in self.ranges) or "none"
 

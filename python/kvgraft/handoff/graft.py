@@ -65,6 +65,7 @@ def graft_cache(
     target: Module,
     *,
     target_geometry: ModelGeometry | None = None,
+    row: int | None = None,
     unload_after: bool = True,
     n_tokens: int | None = None,
     head: Sequence[Any] | None = None,
@@ -84,6 +85,7 @@ def graft_cache(
         mapper: Mapper for this pair.
         target: The live target model; its dtype and geometry decide what is written.
         target_geometry: The target's geometry if it was read before.
+        row: Which conversation of a batch cache to map.
         unload_after: Keep at most one layer's mapper weights in memory.
         n_tokens: Hand over only the first ``n_tokens``; default all.
         head: A cache of the target's own that holds the first of these tokens.
@@ -106,7 +108,7 @@ def graft_cache(
     """
     geometry = read_geometry(target) if target_geometry is None else target_geometry
     artifact.check_pair(mapper, target=geometry)
-    snapshot = caches.read_cache(source_cache, mapper.source)
+    snapshot = caches.read_cache(source_cache, mapper.source, row=row)
     before = caches.provenance_of(source_cache)
     stop = snapshot.offset if n_tokens is None else n_tokens
     own = None if head is None else caches.read_cache(head, geometry)
