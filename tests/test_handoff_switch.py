@@ -543,7 +543,7 @@ def test_a_failing_repair_leaves_the_generation_alone(monkeypatch):
     def fail(tokens):
         raise MemoryError("no more")
 
-    monkeypatch.setattr(run._repair, "advance", fail)
+    monkeypatch.setattr(run.state.repair, "advance", fail)
     got += islice(run, 8)
     assert got == want and "no more" in run.events[0]
     gc.collect()

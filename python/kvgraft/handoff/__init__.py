@@ -13,6 +13,7 @@ from kvgraft.handoff.graft import graft_cache, prefill
 from kvgraft.handoff.memory import MemoryBudget, MemoryPlan, plan_memory
 from kvgraft.handoff.policy import Observation, Policy, Rung, memory_policy
 from kvgraft.handoff.repair import Repair
+from kvgraft.handoff.session import Session, Turn
 from kvgraft.handoff.slot import ModelSlot
 from kvgraft.handoff.state import GenerationState, Span
 from kvgraft.handoff.switch import Handoff, SwitchReport, switch
@@ -28,8 +29,10 @@ __all__ = [
     "Policy",
     "Repair",
     "Rung",
+    "Session",
     "Span",
     "SwitchReport",
+    "Turn",
     "graft_cache",
     "memory_policy",
     "plan_memory",

@@ -48,7 +48,6 @@ class Generation:
         self._prefill_step = prefill_step
         self._keys: deque[mx.array] = deque(maxlen=2)
         self._steps: Iterator[tuple[int, mx.array]] | None = None
-        self._repair: Repair | None = None
         self.n_generated = 0
         """Tokens emitted by this object."""
         self.logprobs: mx.array | None = None
@@ -99,7 +98,7 @@ class Generation:
         state.tokens.append(int(token))
         self.n_generated += 1
         self.logprobs = logprobs
-        if self._repair is not None:
+        if state.repair is not None:
             self._advance_repair()
         return int(token)
 
@@ -122,15 +121,15 @@ class Generation:
         state = self.state
         if not state.n_mapped:
             return False
-        self._repair = Repair.begin(state, chunk=chunk, budget=budget)
-        if self._repair is None:
+        state.repair = Repair.begin(state, chunk=chunk, budget=budget)
+        if state.repair is None:
             self._note("no background repair: a second cache does not fit the memory limit")
-        return self._repair is not None
+        return state.repair is not None
 
     @property
     def repairing(self) -> bool:
         """Whether a background repair is under way."""
-        return self._repair is not None
+        return self.state.repair is not None
 
     def stop(self) -> GenerationState:
         """Stop here, and give the state back for :func:`switch` or another run.
@@ -144,7 +143,7 @@ class Generation:
         if state.cache is not None:
             mx.eval([entry.state for entry in state.cache])
         state.settle()
-        self._state, self._repair = None, None
+        self._state = None
         return state
 
     def _close(self) -> None:
@@ -158,6 +157,11 @@ class Generation:
         if state.n_cached >= len(state.tokens):
             # The last token must be read again, for the logits after it.
             state.rewind(len(state.tokens) - 1)
+            if state.cache is None and len(state.tokens) > 1:
+                self._note(
+                    "the cache has dropped tokens and cannot go back by one; the conversation is "
+                    "read again"
+                )
         model = state.slot.model
         if state.cache is None:
             state.cache = make_prompt_cache(model)
@@ -191,9 +195,7 @@ class Generation:
         state = self.state
         self._note(f"{reason}; the conversation was read again")
         self._close()
-        self._repair = None
-        state.cache = None
-        state.spans = []
+        state.cache, state.spans, state.repair = None, [], None
         state.cache = prefill(state.slot.model, state.tokens[:-1], step=self._prefill_step)
         state.settle()
         state.rng_key = _words(self._keys[0])  # before this token, not the one ahead
@@ -202,12 +204,12 @@ class Generation:
         return next(self._steps)
 
     def _advance_repair(self) -> None:
-        assert self._repair is not None
         state = self.state
+        assert state.repair is not None
         try:
-            native = self._repair.advance(state.tokens)
+            native = state.repair.advance(state.tokens)
         except Exception as error:  # whatever a forward pass can raise, memory first
-            self._repair = None
+            state.repair = None
             self._note(f"background repair was given up ({type(error).__name__}: {error})")
             return
         if native is None:
@@ -215,9 +217,8 @@ class Generation:
         assert state.cache is not None
         # generate_step indexes this very list, so the next token comes from it.
         state.cache[:] = native
-        state.spans = []
+        state.spans, state.repair = [], None
         state.settle()
-        self._repair = None
 
     def _note(self, text: str) -> None:
         self.events.append(text)

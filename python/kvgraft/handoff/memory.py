@@ -137,6 +137,7 @@ def plan_memory(
     target: ModelGeometry | None,
     mapper: Mapper | None,
     keep_source: bool = False,
+    keep_cache: bool = False,
     other: int = 0,
 ) -> MemoryPlan:
     """Count a hand-over before it is begun.
@@ -149,16 +150,18 @@ def plan_memory(
         target: Geometry of the target's cache, if known.
         mapper: The mapper; ``None`` if the target reads the tokens again.
         keep_source: The source and its cache stay.
+        keep_cache: The source's cache stays.
         other: Bytes held by anything else that MLX knows of (other models).
     """
     target_cache = 0 if target is None else n_tokens * token_bytes(target)
-    kept = other + (source_weights + source_cache if keep_source else 0)
+    keep_cache = keep_cache or keep_source
+    kept = other + (source_weights if keep_source else 0) + (source_cache if keep_cache else 0)
     stages = [Stage("source running", other + source_weights + source_cache)]
     if mapper is None:
         stages.append(Stage("target loaded", kept + target_weights))
     else:
         held = mapper_bytes(mapper)
-        snapshot = 0 if keep_source else source_cache
+        snapshot = 0 if keep_cache else source_cache
         stages.append(Stage("target loaded, source cache held", kept + snapshot + target_weights))
         stages.append(
             Stage(

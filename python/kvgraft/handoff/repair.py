@@ -47,6 +47,10 @@ class Repair:
         """Tokens read so far."""
         return caches.n_tokens(self._cache)
 
+    def rewind(self, n_tokens: int) -> bool:
+        """Keep only the first ``n_tokens``; ``False`` if that can't be done."""
+        return self.n_read <= n_tokens or caches.trim(self._cache, n_tokens)
+
     def advance(self, tokens: Sequence[int]) -> list[Any] | None:
         """Read the next chunk.
 

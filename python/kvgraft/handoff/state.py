@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from kvgraft import caches
 from kvgraft.errors import CacheError
 from kvgraft.handoff.slot import ModelSlot, ModelSource
+
+if TYPE_CHECKING:
+    from kvgraft.handoff.repair import Repair
 
 __all__ = ["GenerationState", "Span"]
 
@@ -85,6 +88,7 @@ class GenerationState:
             leaves the running sequence alone.
         spans: How the rows of the cache came to be; rows beyond them were
             computed by the model itself.
+        repair: A native cache in the making, if one was begun.
     """
 
     slot: ModelSlot
@@ -94,6 +98,7 @@ class GenerationState:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     rng_key: tuple[int, int] | None = None
     spans: list[Span] = field(default_factory=list)
+    repair: Repair | None = None
 
     @classmethod
     def of(
@@ -156,4 +161,6 @@ class GenerationState:
         if self.cache is not None and n_tokens < self.n_cached:
             if n_tokens <= 0 or not caches.trim(self.cache, n_tokens):
                 self.cache = None
+        if self.repair is not None and (self.cache is None or not self.repair.rewind(n_tokens)):
+            self.repair = None
         self.settle()

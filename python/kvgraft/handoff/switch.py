@@ -115,9 +115,11 @@ def switch(
     tail: int | None = None,
     budget: MemoryBudget | None = None,
     keep_source: bool = False,
+    keep_cache: bool = False,
     force: bool = False,
     max_mapped: int | None = 1,
     own_cache: list[Any] | None = None,
+    own_spans: Sequence[Span] | None = None,
     prefill_step: int = 2048,
 ) -> Handoff:
     """Hand a stopped generation over to another model.
@@ -152,13 +154,17 @@ def switch(
             likewise, else 1; never less than 1.
         budget: Limit to hold the hand-over to.
         keep_source: Leave the source and its cache as they are.
+        keep_cache: Release the source but leave its cache in ``state``, to come
+            back to with ``own_cache``.
         force: Map even if the mapper's measured verdict is "do not ship".
         max_mapped: How often a row may be mapped, over all hand-overs. Rows at
             that number, and all before them, are read by the target instead.
             ``None`` for no limit.
         own_cache: A cache of the target's own from earlier in the same
-            conversation, holding its first tokens natively. It becomes the head,
-            or as much of it as agrees with ``max_mapped``; used up.
+            conversation, holding its first tokens. They are neither read nor
+            mapped again; used up.
+        own_spans: How the rows of ``own_cache`` came to be, as in the state that
+            it was in; default all computed by the target.
         prefill_step: Tokens per forward pass while reading.
 
     Returns:
@@ -172,8 +178,8 @@ def switch(
     """
     slot = ModelSlot.of(target)
     return _Switch(
-        state, slot, mapper, head, tail, budget, keep_source, force, max_mapped, own_cache,
-        prefill_step,
+        state, slot, mapper, head, tail, budget, keep_source, keep_source or keep_cache, force,
+        max_mapped, own_cache, list(own_spans or ()), prefill_step,
     ).run()  # fmt: skip
 
 
@@ -190,14 +196,18 @@ class _Switch:
     tail: int | None
     budget: MemoryBudget | None
     keep_source: bool
+    keep_cache: bool
     force: bool
     max_mapped: int | None
     own_cache: list[Any] | None
+    own_spans: list[Span]
     prefill_step: int
 
     def run(self) -> Handoff:
         state = self.state
         state.settle()
+        if self.own_cache and not self.own_spans:
+            self.own_spans = [Span(caches.n_tokens(self.own_cache), 0)]
         self.report = SwitchReport(state.slot.name, self.slot.name, len(state.tokens))
         self.mapper: Mapper | None = None
         try:
@@ -284,6 +294,7 @@ class _Switch:
             target=mapper.target if mapper is not None else self.slot.known_geometry,
             mapper=mapper,
             keep_source=self.keep_source,
+            keep_cache=self.keep_cache,
             other=other,
         )
         if self.keep_source or not state.slot.is_loaded:
@@ -355,7 +366,7 @@ class _Switch:
         text = state.slot.tokenizer.decode(state.tokens)
         ids = [int(t) for t in slot.tokenizer.encode(text, add_special_tokens=False)]
         self._fall_back("the two models have different tokenizers, so the text was encoded again")
-        self.own_cache = None
+        self.own_cache, self.own_spans = None, []
         self.report.n_tokens = len(ids)
         return ids
 
@@ -378,25 +389,24 @@ class _Switch:
             self._fall_back(failure)
             gc.collect()
             mx.clear_cache()
-        if not self.keep_source:
+        if not self.keep_cache:
             self.state.cache = None
             mx.clear_cache()
         self.report.head, self.report.mapped = 0, 0
         self.report.tail = len(tokens)
         with self._timed("read"):
-            cache = self._own_head(last, tokens)
-            read_on(
-                self.slot.model, tokens[self.report.reused : last], cache, step=self.prefill_step
-            )
+            cache = self._own(min(last, _leading(self.own_spans, native_only=True)))
+            n = self.report.reused
+            read_on(self.slot.model, tokens[n:last], cache, step=self.prefill_step)
         return cache, [Span(last, 0)]
 
-    def _own_head(self, length: int, tokens: Sequence[int]) -> list[Any]:
-        """The target's own earlier cache, cut to ``length``; else an empty one."""
+    def _own(self, length: int) -> list[Any]:
+        """The target's own earlier cache, cut to ``length``; an empty one if there is none."""
         own, self.own_cache = self.own_cache, None
         self.report.reused = 0
-        if own:
+        if own and length > 0:
             n = caches.n_tokens(own)
-            if n <= length or (length and caches.trim(own, length)):
+            if n <= length or caches.trim(own, length):
                 self.report.reused = min(n, length)
                 return own
         return list(make_prompt_cache(self.slot.model))
@@ -409,33 +419,35 @@ class _Switch:
         head = int(policy.get("head", 0)) if self.head is None else self.head
         tail = int(policy.get("tail", 1)) if self.tail is None else self.tail
         stop = min(len(tokens) - max(1, tail), state.n_cached)
+        held = min(_leading(self.own_spans), stop) if self.own_cache else 0
         if self.max_mapped is not None:
-            worn = end_of_worn(cut(state.spans, 0, stop), self.max_mapped)
-            if worn > head:
+            # Rows that the target still has are not mapped again, so they don't count.
+            worn = end_of_worn(cut(state.spans, held, stop), self.max_mapped)
+            if worn and held + worn > head:
                 report.warnings.append(
-                    f"Tokens up to {worn} were mapped before and are read again, so that errors "
-                    "do not add up."
+                    f"Tokens up to {held + worn} were mapped before and are read again, so that "
+                    "errors do not add up."
                 )
-                head = worn
-        if self.own_cache:
-            head = max(head, min(caches.n_tokens(self.own_cache), stop))
+                head = held + worn
+        head = max(head, held)
         if head >= stop:
             raise _Refused(
-                f"of {len(tokens)} tokens the first {head} and the last {max(1, tail)} are read "
-                "by the target anyway"
+                f"of {len(tokens)} tokens the first {head} and the last {max(1, tail)} are the "
+                "target's own anyway"
             )
         own: list[Any] | None = None
         if head:
             with self._timed("head"):
-                own = self._own_head(head, tokens)
+                own = self._own(held)
                 read_on(
                     self.slot.model, tokens[report.reused : head], own, step=self.prefill_step,
                     on_step=lambda _: self._check("reading the head"),
                 )  # fmt: skip
+        head_spans = [*cut(self.own_spans, 0, report.reused), Span(head - report.reused, 0)]
         assert state.cache is not None
         with self._timed("map"):
             source = list(state.cache)
-            if not self.keep_source:
+            if not self.keep_cache:
                 state.cache = None
             cache = graft_cache(
                 source,
@@ -444,7 +456,7 @@ class _Switch:
                 target_geometry=self.slot.geometry,
                 n_tokens=stop,
                 head=own,
-                consume=not self.keep_source,
+                consume=not self.keep_cache,
                 on_layer=lambda layer: self._check(f"mapping layer {layer}"),
             )
         del own
@@ -453,7 +465,7 @@ class _Switch:
             with self._timed("tail"):
                 read_on(self.slot.model, tokens[stop:last], cache, step=self.prefill_step)
         mapped = [Span(s.n_tokens, s.mapped + 1) for s in cut(state.spans, head, stop)]
-        return cache, join([Span(head, 0), *mapped, Span(last - stop, 0)])
+        return cache, join([*head_spans, *mapped, Span(last - stop, 0)])
 
     def _check(self, doing: str) -> None:
         if self.budget is not None:
@@ -474,10 +486,21 @@ class _Switch:
             state.rng_key, spans,
         )  # fmt: skip
         new.settle()
-        if not self.keep_source:
+        if not self.keep_cache:
             state.cache, state.spans = None, []
+        state.repair = None
         mx.clear_cache()
         report.peak_bytes = mx.get_peak_memory()
         report.active_bytes = mx.get_active_memory()
         report.over_limit = self.budget is not None and report.peak_bytes > self.budget.limit
         return Handoff(new, report)
+
+
+def _leading(spans: Sequence[Span], *, native_only: bool = False) -> int:
+    """Tokens of ``spans``; with ``native_only``, before the first one that was mapped."""
+    n = 0
+    for span in spans:
+        if native_only and span.mapped:
+            break
+        n += span.n_tokens
+    return n

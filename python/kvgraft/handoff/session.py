@@ -1,0 +1,414 @@
+"""A chat that moves between models."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from kvgraft.errors import ArgumentError, HandoffError
+from kvgraft.handoff.generation import Generation
+from kvgraft.handoff.memory import MemoryBudget, cache_bytes, plan_memory, token_bytes
+from kvgraft.handoff.policy import Observation, Policy, Rung
+from kvgraft.handoff.slot import ModelSlot, ModelSource
+from kvgraft.handoff.state import GenerationState, LogitsProcessor, Sampler, Span, cut
+from kvgraft.handoff.switch import SwitchReport, switch
+from kvgraft.mapper import Mapper
+
+__all__ = ["Session", "Turn"]
+
+_log = logging.getLogger("kvgraft.handoff")
+_HISTORY = 256  # pressures that a policy sees at most
+
+
+@dataclass
+class Turn:
+    """What one turn of a :class:`Session` did and cost.
+
+    Attributes:
+        models: Names of the models that wrote the reply, in order.
+        n_prompt: Tokens of the conversation, the new message included.
+        skipped: Of these, tokens that no model had to read in this turn: they
+            came out of a cache, native or mapped.
+        read: Of these, tokens that were read.
+        generated: Tokens of the reply.
+        seconds_to_first: From the call to the first token, hand-overs included.
+        seconds: From the call to the last token.
+        switches: Hand-overs, in order.
+        native: Rows of the cache at the end that the model computed itself.
+        mapped: Rows that were mapped.
+        events: What went wrong and was mended.
+    """
+
+    models: list[str] = field(default_factory=list)
+    n_prompt: int = 0
+    skipped: int = 0
+    read: int = 0
+    generated: int = 0
+    seconds_to_first: float = 0.0
+    seconds: float = 0.0
+    switches: list[SwitchReport] = field(default_factory=list)
+    native: int = 0
+    mapped: int = 0
+    events: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{' -> '.join(self.models)}: {self.n_prompt} prompt tokens ({self.skipped} skipped, "
+            f"{self.read} read), {self.generated} generated in {self.seconds:.2f} s, the first "
+            f"after {self.seconds_to_first:.2f} s; cache: {self.native} native, "
+            f"{self.mapped} mapped"
+        ]
+        lines += [line for report in self.switches for line in report.describe().splitlines()]
+        return "\n".join([*lines, *self.events])
+
+
+class Session:
+    """A conversation with several models, one of which is in memory.
+
+    Args:
+        models: Models by name, largest first. Folders, repositories and functions
+            are loaded when needed and released on a hand-over; live models stay
+            in memory.
+        mappers: Mapper, or its path, by ``(source, target)``. Where there is none,
+            the target reads the conversation.
+        start: Name of the first model; default the first.
+        system: System message.
+        sampler: As for ``mlx_lm.generate``.
+        logits_processors: As for ``mlx_lm.generate``.
+        budget: Memory limit.
+        policy: Called after each token; a name that it returns is switched to at
+            once. See :func:`~kvgraft.handoff.memory_policy`.
+        head: See :func:`~kvgraft.handoff.switch`.
+        tail: See :func:`~kvgraft.handoff.switch`.
+        max_mapped: See :func:`~kvgraft.handoff.switch`: what bounds the drift.
+        force: See :func:`~kvgraft.handoff.switch`.
+        keep_caches: Keep the cache of a model that was switched away from, so that
+            coming back maps only what is new. Given up under a budget when more
+            than half of it is in use.
+        repair: Tokens to read natively per generated token after a hand-over,
+            until the mapped cache is replaced; 0 for no repair.
+        prefill_step: Tokens per forward pass while reading.
+
+    Raises:
+        ArgumentError: If there are no models, or a name is unknown.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelSource | ModelSlot],
+        mappers: Mapping[tuple[str, str], Mapper | str | os.PathLike[str]] | None = None,
+        *,
+        start: str | None = None,
+        system: str | None = None,
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = None,
+        budget: MemoryBudget | None = None,
+        policy: Policy | None = None,
+        head: int | None = None,
+        tail: int | None = None,
+        max_mapped: int | None = 1,
+        force: bool = False,
+        keep_caches: bool = False,
+        repair: int = 0,
+        prefill_step: int = 2048,
+    ) -> None:
+        if not models:
+            raise ArgumentError("A session needs at least one model.")
+        self._slots = {name: ModelSlot.of(source) for name, source in models.items()}
+        for name, slot in self._slots.items():
+            slot.name = slot.name or name
+        self._mappers = dict(mappers or {})
+        for pair in self._mappers:
+            for name in pair:
+                self._check_name(name)
+        self._current = next(iter(self._slots)) if start is None else start
+        self._check_name(self._current)
+        self._wanted: str | None = None
+        self._budget, self._policy = budget, policy
+        self._options: dict[str, Any] = {
+            "head": head, "tail": tail, "max_mapped": max_mapped, "force": force,
+            "prefill_step": prefill_step,
+        }  # fmt: skip
+        self._keep_caches, self._repair_chunk = keep_caches, repair
+        self._prefill_step = prefill_step
+        self._sampler, self._processors = sampler, tuple(logits_processors or ())
+        self._state: GenerationState | None = None
+        self._parked: dict[str, tuple[list[int], list[Any], list[Span]]] = {}
+        self._pressures: deque[float] = deque(maxlen=_HISTORY)
+        self._steps = 0
+        self._has_switched = False
+        self.messages: list[dict[str, str]] = []
+        """The conversation, as chat templates take it."""
+        self.turns: list[Turn] = []
+        """What each turn cost."""
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+
+    @property
+    def current(self) -> str:
+        """Name of the model that holds the conversation."""
+        return self._current
+
+    @property
+    def spans(self) -> list[Span]:
+        """How the rows of the current cache came to be."""
+        return [] if self._state is None else list(self._state.spans)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the conversation so far."""
+        return 0 if self._state is None else len(self._state.tokens)
+
+    def use(self, name: str) -> None:
+        """Go on with another model: from the next token, or with the next turn.
+
+        Raises:
+            ArgumentError: If there is no model of this name.
+        """
+        self._check_name(name)
+        self._wanted = name
+
+    def chat(self, text: str, *, max_tokens: int = 256) -> Iterator[str]:
+        """Say something and get the reply, piece by piece.
+
+        Stop iterating to break the reply off; what was said so far stays in the
+        conversation.
+
+        Args:
+            text: The user's message.
+            max_tokens: Tokens of the reply at most.
+
+        Yields:
+            Text as it is generated. Switches happen in between, asked for by
+            :meth:`use` or by the policy.
+        """
+        started = time.perf_counter()
+        turn = Turn(models=[self._current])
+        self.turns.append(turn)
+        self.messages.append({"role": "user", "content": text})
+        state = self._begin_turn()
+        tokenizer = state.slot.tokenizer
+        before = state.n_cached
+        if self._wanted not in (None, self._current):
+            state = self._move(state, turn)
+            before = turn.switches[-1].mapped + turn.switches[-1].reused if turn.switches else 0
+        turn.n_prompt = len(state.tokens)
+        turn.skipped = min(before, turn.n_prompt - 1)
+        turn.read = turn.n_prompt - turn.skipped
+        yield from self._reply(state, tokenizer, turn, max_tokens, started)
+
+    def _reply(
+        self, state: GenerationState, tokenizer: Any, turn: Turn, max_tokens: int, started: float
+    ) -> Iterator[str]:
+        pieces: list[str] = []
+        # One for the whole reply: a character may be spread over a switch.
+        detokenizer = tokenizer.detokenizer
+        detokenizer.reset()
+        stops = set(tokenizer.eos_token_ids)
+        run = self._run(state, turn, max_tokens)
+        try:
+            while (token := next(run, None)) is not None:
+                turn.generated += 1
+                turn.seconds = time.perf_counter() - started
+                if turn.generated == 1:
+                    turn.seconds_to_first = turn.seconds
+                if token in stops:
+                    break
+                detokenizer.add_token(token)
+                pieces.append(detokenizer.last_segment)
+                if pieces[-1]:
+                    yield pieces[-1]
+                if turn.generated < max_tokens and self._should_move(run.state):
+                    turn.events += run.events
+                    state = self._move(run.stop(), turn)
+                    run = self._run(state, turn, max_tokens - turn.generated)
+            detokenizer.finalize()
+            pieces.append(detokenizer.last_segment)
+            if pieces[-1]:
+                yield pieces[-1]
+        finally:
+            # Also when the caller breaks off, or the model fails.
+            turn.events += run.events
+            self._state = run.stop()
+            turn.mapped = self._state.n_mapped
+            turn.native = self._state.n_cached - turn.mapped
+            self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def _run(self, state: GenerationState, turn: Turn, max_tokens: int) -> Generation:
+        run = Generation(state, max_tokens=max_tokens, prefill_step=self._prefill_step)
+        if self._repair_chunk and state.repair is None and state.n_mapped:
+            run.repair(chunk=self._repair_chunk, budget=self._budget)
+        return run
+
+    # ------------------------------------------------------------------------- turns
+
+    def _begin_turn(self) -> GenerationState:
+        """The state with the new message in it, and what is cached of it."""
+        slot = self._slots[self._current]
+        slot.model  # noqa: B018 - the tokenizer comes with it
+        tokens = self._render(slot.tokenizer, slot.name)
+        state = self._state
+        if state is None:
+            state = GenerationState(slot, tokens, None, self._sampler, self._processors)
+        else:
+            # Templates may render an earlier reply otherwise than it was generated.
+            same = _common(state.tokens, tokens)
+            state.rewind(min(same, len(tokens) - 1))
+            state.tokens = tokens
+        self._state = state
+        return state
+
+    def _render(self, tokenizer: Any, name: str) -> list[int]:
+        if tokenizer is None:
+            raise ArgumentError(
+                f"{name} came without a tokenizer, and a chat needs one. Give a folder, a "
+                "repository, or what kvgraft.models.load_model returns."
+            )
+        if getattr(tokenizer, "chat_template", None):
+            text = tokenizer.apply_chat_template(
+                self.messages, tokenize=False, add_generation_prompt=True
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        else:  # a base model goes on with the plain text
+            ids = tokenizer.encode("".join(m["content"] for m in self.messages))
+        return [int(i) for i in ids]
+
+    # ---------------------------------------------------------------------- switching
+
+    def _should_move(self, state: GenerationState) -> bool:
+        if self._policy is not None and self._wanted is None:
+            self._steps += 1
+            self._wanted = self._policy(self._observe(state))
+            if self._wanted is not None:
+                self._check_name(self._wanted)
+        if self._wanted == self._current:
+            self._wanted = None
+        return self._wanted is not None
+
+    def _observe(self, state: GenerationState) -> Observation:
+        limit = self._budget.usable if self._budget else _machine_bytes()
+        budget = self._budget or MemoryBudget(limit)
+        used = budget.observe()
+        if used > 0.8 * limit:
+            mx.clear_cache()  # buffers kept for reuse are no pressure
+            self._parked.clear()
+            used = budget.observe()
+        self._pressures.append(used / limit)
+        return Observation(
+            used, limit, self._current, tuple(self._rungs(state, used)),
+            tuple(self._pressures), self._steps, self._has_switched,
+        )  # fmt: skip
+
+    def _rungs(self, state: GenerationState, used: int) -> Iterator[Rung]:
+        held, n = cache_bytes(state.cache), len(state.tokens)
+        weights = state.slot.nbytes or 0
+        for name, slot in self._slots.items():
+            if name == self._current:
+                yield Rung(name, used, used)
+                continue
+            geometry = slot.known_geometry
+            mapper = self._mappers.get((self._current, name))
+            opened = mapper if isinstance(mapper, Mapper) else None
+            if geometry is None and opened is not None:
+                geometry = opened.target
+            live = slot.is_loaded
+            stays = not state.slot.can_load
+            plan = plan_memory(
+                source_weights=weights,
+                source_cache=held,
+                target_weights=0 if live else slot.nbytes or 0,
+                n_tokens=n,
+                target=geometry,
+                mapper=opened,
+                keep_source=stays,
+                other=max(0, used - weights - held),
+            )
+            after = 0 if geometry is None else n * token_bytes(geometry)
+            rest = used - held - (0 if stays else weights)
+            yield Rung(name, rest + after + (0 if live else slot.nbytes or 0), plan.peak)
+
+    def _move(self, state: GenerationState, turn: Turn) -> GenerationState:
+        """Switch to the wanted model; on failure the current one goes on."""
+        target, self._wanted = self._wanted, None
+        assert target is not None
+        source = self._current
+        self._steps, self._has_switched = 0, True
+        self._pressures.clear()
+        if self._budget is not None and self._budget.observe() > self._budget.usable / 2:
+            self._parked.clear()
+        mapper = self._open((source, target))
+        own = self._unpark(target, state.tokens)
+        try:
+            done = switch(
+                state,
+                self._slots[target],
+                mapper,
+                budget=self._budget,
+                # A live model could not be had back.
+                keep_source=not state.slot.can_load,
+                keep_cache=self._keep_caches,
+                own_cache=own[0] if own else None,
+                own_spans=own[1] if own else None,
+                **self._options,
+            )
+        except HandoffError as error:
+            turn.events.append(f"stayed with {source}: {error}")
+            _log.warning("stayed with %s: %s", source, error)
+            return state
+        if self._keep_caches and state.cache is not None:
+            self._parked[source] = (list(state.tokens), state.cache, list(state.spans))
+        self._current = target
+        self._state = done.state
+        turn.switches.append(done.report)
+        turn.models.append(target)
+        return done.state
+
+    def _open(self, pair: tuple[str, str]) -> Mapper | str | os.PathLike[str] | None:
+        """The mapper of a pair, opened once; a path that can't be opened stays one."""
+        mapper = self._mappers.get(pair)
+        if mapper is not None and not isinstance(mapper, Mapper):
+            try:
+                mapper = self._mappers[pair] = Mapper.load(mapper)
+            except Exception as error:  # switch() will meet it again, and read instead
+                _log.debug("mapper %s: %s", mapper, error)
+        return mapper
+
+    def _unpark(self, name: str, tokens: Sequence[int]) -> tuple[list[Any], list[Span]] | None:
+        """The cache that a model left behind, as far as it is of this conversation."""
+        from kvgraft import caches
+
+        parked = self._parked.pop(name, None)
+        if parked is None:
+            return None
+        old, cache, spans = parked
+        n = min(_common(old, tokens), caches.n_tokens(cache), len(tokens) - 1)
+        if n <= 0 or (n < caches.n_tokens(cache) and not caches.trim(cache, n)):
+            return None
+        return cache, cut(spans, 0, n)
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._slots:
+            raise ArgumentError(
+                f"There is no model {name!r} in this session; there are {', '.join(self._slots)}."
+            )
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    n = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
