@@ -121,6 +121,24 @@ def test_an_altered_mapper_fails_to_verify(mapper, tmp_path, capsys):
     assert "mapper.safetensors" in capsys.readouterr().err
 
 
+def test_verify_says_what_is_wrong_once(mapper, tmp_path, capsys):
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes((mapper / "mapper.safetensors").read_bytes()[:500])
+    assert main(["verify", str(cut)]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).count("cut short") == 1 and "NOT OK" in shown.err
+    assert "were checked" not in shown.err  # nothing could be
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_an_empty_path_is_not_the_current_folder(command, mapper, monkeypatch, capsys):
+    monkeypatch.chdir(mapper)
+    assert main([command, "."]) == 0
+    capsys.readouterr()
+    assert main([command, ""]) == 1
+    assert "is given" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "8bit"])
 def test_convert_stores_other_weights(mapper, tmp_path, weights, capsys):
     out = tmp_path / weights

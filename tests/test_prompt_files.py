@@ -645,6 +645,49 @@ def test_bad_input_is_named_and_nothing_written(
     assert not out.exists()
 
 
+def evaluated(quality: dict[str, Any]) -> Mapper:
+    mapper = Mapper.load(MAPPER)
+    mapper.quality = quality
+    return mapper
+
+
+def test_what_the_evaluation_says_is_heeded(prompt_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    bad = evaluated({"verdict": "do not ship", "reasons": ["It is worse."]})
+    with pytest.raises(PairMismatchError, match="do not ship. It is worse"):
+        transfer_file(prompt_file, out, bad, SMALL)
+    assert not out.exists()
+    forced = transfer_file(prompt_file, out, bad, SMALL, force=True)
+    assert any("It is worse" in note for note in forced.notes)
+    good = evaluated({"verdict": "ship", "policy": {"head": 4, "tail": 3}})
+    # The evaluation's tail counts the token after the prompt, which the target
+    # reads in any case.
+    done = transfer_file(prompt_file, out, good, SMALL, prompt=PROMPT)
+    assert done.n_tokens - done.n_mapped == 4 + 2
+    # The ids are in a file made so; a native one has none.
+    done = transfer_file(prompt_file, out, good, SMALL)
+    assert done.n_mapped == done.n_tokens
+    assert any("recommends a head of 4 and a tail of 2" in note for note in done.notes)
+    done = transfer_file(prompt_file, out, good, SMALL, prompt=PROMPT, head=0)
+    assert done.n_tokens - done.n_mapped == 2
+    with pytest.raises(CacheError, match="does not hold"):
+        transfer_file(prompt_file, out, good, SMALL, head=0)
+
+
+def test_inspect_shows_what_a_file_holds(prompt_file: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["inspect", str(prompt_file)]) == 0
+    shown = capsys.readouterr().out
+    assert f"model       {LARGE}" in shown and "native" in shown and "6 layers: 2 KV heads" in shown
+    out = tmp_path / "out.safetensors"
+    transfer_file(prompt_file, out, Mapper.load(MAPPER), SMALL, prompt=PROMPT)
+    assert main(["inspect", str(out), "--layers"]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens mapped from large" in shown and "token ids" in shown and "layer 2:" in shown
+    file_032(out, [KVCache()], {})
+    assert main(["inspect", str(out)]) == 0
+    assert "Layer 0 of the cache is empty" in capsys.readouterr().out
+
+
 def test_the_source_is_not_overwritten(prompt_file: Path, pair: dict[str, Any]) -> None:
     before = prompt_file.read_bytes()
     with pytest.raises(CacheError, match="would be lost"):

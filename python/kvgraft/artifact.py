@@ -396,13 +396,23 @@ def load(path: str | os.PathLike[str], *, verify: bool = False) -> Mapper:
         ChecksumError: If ``verify`` is set and a file was altered.
         FormatError: If it is something else, or contradicts itself.
     """
-    path = Path(path)
+    path = _given(path)
     if verify:
         _verify(path).raise_first()
     kind = _kind(path)
     if kind == "veloxquant":
         return veloxquant.read(path)
     return _load_file(path) if kind == "file" else _load_folder(path)
+
+
+def _given(path: str | os.PathLike[str]) -> Path:
+    """The path; an empty one is not meant to be the current folder."""
+    if not os.fspath(path):
+        raise MapperNotFoundError(
+            "No path of a mapper is given. Give the folder that `kvgraft fit --out` wrote, or a "
+            ".safetensors file."
+        )
+    return Path(path)
 
 
 def _kind(path: Path) -> str:
@@ -632,7 +642,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         MapperNotFoundError: If there is nothing at ``path``.
         FormatError: If what is there is not an artifact.
     """
-    return _verify(Path(path))
+    return _verify(_given(path))
 
 
 def _verify(path: Path) -> VerifyReport:
@@ -643,7 +653,6 @@ def _verify(path: Path) -> VerifyReport:
     if kind == "folder":
         _verify_checksums(path, files, errors, notes)
     else:
-        notes.append("This form of artifact carries no checksums; shapes and numbers were checked.")
         for file in [path] if kind == "file" else [path / "manifest.json", path / SINGLE]:
             size = file.stat().st_size if file.exists() else -1
             status = "missing" if size < 0 else "no checksum"
@@ -654,6 +663,10 @@ def _verify(path: Path) -> VerifyReport:
         summary = mapper.describe()
         for m in mapper.layers:
             mapper.read_layer(m.target_layer)
+        if kind != "folder":
+            notes.append(
+                "This form of artifact carries no checksums; shapes and numbers were checked."
+            )
         if not mapper.quality:
             notes.append("Its quality was never evaluated.")
     except FormatError as error:

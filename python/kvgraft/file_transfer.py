@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvgraft import artifact
 from kvgraft.caches import read_cache
-from kvgraft.errors import CacheError, FormatError, KvgraftError
+from kvgraft.errors import CacheError, FormatError, KvgraftError, PairMismatchError
 from kvgraft.handoff.graft import graft_cache, prefill, read_on
 from kvgraft.mapper import Mapper
 from kvgraft.models import identify, load_model, resolve_model
@@ -47,8 +48,9 @@ def transfer_file(
     target: str,
     *,
     prompt: str | None = None,
-    head: int = 0,
-    tail: int = 0,
+    head: int | None = None,
+    tail: int | None = None,
+    force: bool = False,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     trust_remote_code: bool = False,
@@ -67,8 +69,12 @@ def transfer_file(
             ``mlx_lm.generate`` loads it by this name.
         prompt: The text that was cached, where the file doesn't hold its token
             ids; see :func:`prompt_tokens`.
-        head: So many of the first tokens are read by the target itself.
-        tail: So many of the last tokens are read by the target itself.
+        head: So many of the first tokens are read by the target itself. Default:
+            what the mapper's evaluation recommends, if the token ids are known.
+        tail: So many of the last tokens of the file are read by the target
+            itself. Default: likewise; the evaluation counts the token that
+            follows, which the target always reads, as one of them.
+        force: Map even if the mapper's measured verdict is "do not ship".
         kv_bits: Quantise the result, as ``--kv-bits`` does.
         kv_group_size: Numbers that share a scale when quantised.
         trust_remote_code: Let the target's tokenizer run code of its own.
@@ -81,13 +87,13 @@ def transfer_file(
         KvgraftError: As :func:`kvgraft.prompt_files.read_prompt_file` and
             :func:`kvgraft.prompt_files.write_prompt_file`.
     """
-    if min(head, tail) < 0:
-        raise CacheError(f"Head and tail are numbers of tokens, not {min(head, tail)}.")
+    if min(head or 0, tail or 0) < 0:
+        raise CacheError(f"Head and tail are numbers of tokens, not {min(head or 0, tail or 0)}.")
     if Path(out).exists() and Path(out).samefile(source):
         raise CacheError(
             f"{os.fspath(out)} is the source's file, which would be lost. Write to another one."
         )
-    notes: list[str] = []
+    notes = _check_verdict(mapper, force)
     given = read_prompt_file(source)
     snapshot = read_cache(given.cache, mapper.source)
     before = given.provenance
@@ -110,6 +116,7 @@ def transfer_file(
     n = snapshot.offset
     if tokens is not None and len(tokens) != n:
         raise CacheError(f"The file holds {n} tokens and the ids of {len(tokens)}; it is damaged.")
+    head, tail = _ends(mapper, head, tail, tokens, n, notes)
     if head + tail:
         if tokens is None:
             raise CacheError(
@@ -146,6 +153,45 @@ def transfer_file(
         tokens=tokens,
     )
     return FileTransfer(written, n, n - head - tail, seconds, tuple(notes))
+
+
+def _check_verdict(mapper: Mapper, force: bool) -> list[str]:
+    """Refuse a mapper that was measured to be worse than reading again."""
+    verdict = mapper.quality.get("verdict")
+    reasons = " ".join(str(r) for r in mapper.quality.get("reasons") or [])
+    if verdict == "do not ship" and not force:
+        raise PairMismatchError(
+            f"The evaluation of this mapper says: do not ship. {reasons} Read the prompt with the "
+            "target instead (mlx_lm.cache_prompt), or insist with --force."
+        )
+    if verdict is None:
+        return ["the mapper was never evaluated; see `kvgraft eval`"]
+    return [] if verdict == "ship" else [f"the mapper's verdict is: {verdict}. {reasons}".rstrip()]
+
+
+def _ends(
+    mapper: Mapper,
+    head: int | None,
+    tail: int | None,
+    tokens: Sequence[int] | None,
+    n: int,
+    notes: list[str],
+) -> tuple[int, int]:
+    """How many tokens the target reads itself, where the user leaves it open."""
+    policy = mapper.quality.get("policy") or {}
+    wanted = int(policy.get("head", 0)), max(0, int(policy.get("tail", 1)) - 1)
+    if tokens is None and head is None and tail is None:
+        if any(wanted):
+            notes.append(
+                f"its evaluation recommends a head of {wanted[0]} and a tail of {wanted[1]}; give "
+                "the text (--prompt-file)"
+            )
+        return 0, 0
+    found = wanted[0] if head is None else head, wanted[1] if tail is None else tail
+    if head is None and tail is None and sum(found) >= n:
+        notes.append("the text is shorter than the recommended head and tail; all of it is mapped")
+        return 0, 0
+    return found
 
 
 def prompt_tokens(tokenizer: Any, prompt: str, n_tokens: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""``kvgraft inspect``: what a mapper holds, or what a model's cache looks like."""
+"""``kvgraft inspect``: what a mapper or a prompt cache holds, or a model's cache is like."""
 
 from __future__ import annotations
 
@@ -6,22 +6,36 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvgraft.caches import QuantizedRows, read_cache
+from kvgraft.errors import CacheError, MapperNotFoundError
 from kvgraft.geometry import LayerGeometry, ModelGeometry
+from kvgraft.kinds.snapshot import LayerRows
 from kvgraft.mapper import Mapper
+from kvgraft.prompt_files import PromptFile, is_prompt_file, read_prompt_file
 
 __all__ = ["add_parser"]
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser("inspect", help="describe a mapper, or a model's cache")
-    parser.add_argument("path", help="mapper artifact, or a model (folder or repository)")
+    parser = subparsers.add_parser(
+        "inspect", help="describe a mapper, a prompt-cache file, or a model's cache"
+    )
+    parser.add_argument("path", help="mapper, prompt-cache file, or a model (folder or repository)")
     parser.add_argument("--layers", action="store_true", help="list every layer")
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the description."""
+    if not args.path:
+        raise MapperNotFoundError(
+            "Nothing to inspect is given. Name a mapper, a prompt-cache file, or a model (a folder "
+            "or owner/name)."
+        )
+    if Path(args.path).is_file() and is_prompt_file(args.path):
+        _print_prompt_file(read_prompt_file(args.path), args.layers)
+        return 0
     if _is_model(args.path):
         from kvgraft.models import load_model
         from kvgraft.probe import read_geometry
@@ -52,6 +66,40 @@ def _without_fingerprints(value: Any) -> Any:
     if isinstance(value, dict) and "fingerprints" in value:
         return {k: v for k, v in value.items() if k != "fingerprints"}
     return value
+
+
+def _print_prompt_file(file: PromptFile, every_layer: bool) -> None:
+    print(f"Prompt cache of mlx-lm {file.layout}'s layout, {len(file.cache)} layers")
+    print(f"  model       {file.model or 'not recorded'}")
+    mark = file.provenance
+    if mark is None:
+        print("  origin      native, as far as the file says")
+    while mark is not None:
+        print(f"  origin      {mark.n_tokens} tokens mapped from {mark.source}: {mark.mapper}")
+        mark = mark.before
+    ids = "not recorded" if file.tokens is None else f"{len(file.tokens)} token ids"
+    print(f"  text        {ids}")
+    try:
+        snapshot = read_cache(file.cache)
+    except CacheError as error:
+        print(f"  not mapped  {error}")
+        return
+    print(f"  tokens      {snapshot.offset}")
+    seen: dict[str, list[int]] = {}
+    for i, row in enumerate(snapshot.rows):
+        seen.setdefault(_rows(row), []).append(i)
+    for what, layers in seen.items():
+        for shown in [[i] for i in layers] if every_layer else [layers]:
+            which = f"layer {shown[0]}" if len(shown) == 1 else f"{len(shown)} layers"
+            print(f"  {which}: {what}")
+
+
+def _rows(row: LayerRows) -> str:
+    _, heads, _, dim = row.keys.shape
+    kind = f"{heads} KV heads x {dim}, tokens {row.held}"
+    if isinstance(row.keys, QuantizedRows):
+        return f"{kind}, {row.keys.bits} bits in groups of {row.keys.group_size}"
+    return f"{kind}, {str(row.keys.dtype).removeprefix('mlx.core.')}"
 
 
 def _is_model(path: str) -> bool:

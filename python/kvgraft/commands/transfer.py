@@ -29,18 +29,21 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--head",
         type=int,
-        default=0,
-        help="so many of the first tokens are read by the target itself (default: 0)",
+        help="so many of the first tokens are read by the target itself (default: what the "
+        "mapper's evaluation recommends)",
     )
     parser.add_argument(
         "--tail",
         type=int,
-        default=0,
-        help="so many of the last tokens are read by the target itself (default: 0)",
+        help="so many of the last tokens are read by the target itself (default: what the "
+        "mapper's evaluation recommends)",
     )
     parser.add_argument(
         "--prompt-file",
         help="the text that was cached ('-' reads stdin), where --head or --tail need it",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help='map even if the mapper\'s verdict is "do not ship"'
     )
     parser.add_argument("--kv-bits", type=int, help="quantise the result to so many bits")
     parser.add_argument(
@@ -79,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         prompt=prompt,
         head=args.head,
         tail=args.tail,
+        force=args.force,
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
         trust_remote_code=args.trust_remote_code,

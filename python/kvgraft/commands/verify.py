@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 __all__ = ["add_parser"]
@@ -20,6 +21,6 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft import artifact
 
     report = artifact.verify(args.mapper)
-    print(report)
-    report.raise_first()
-    return 0
+    # All of it on one stream: it names the errors, and they are said once.
+    print(report, file=sys.stdout if report.ok else sys.stderr)
+    return 0 if report.ok else 1
