@@ -13,7 +13,9 @@ NaN. An infinite value comes out as the largest value of a half-precision
 
 from __future__ import annotations
 
+import operator
 import os
+import reprlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,6 +82,7 @@ def transfer_layer(
             don't fit the mapper.
     """
     _check_kinds(mapper, source_kv)
+    _check_dtype(dtype)
     m = mapper.layer(target_layer)
     frame = _frame(mapper, [m], source_kv, positions)
     return _map(
@@ -162,6 +165,7 @@ def iter_transfer(
             wanted; on the way, if ``check_finite`` finds NaN or infinity.
     """
     _check_kinds(mapper, source_kv)
+    _check_dtype(dtype)
     if consume and not isinstance(source_kv, MutableMapping):
         raise GeometryError("iter_transfer: consume needs a dict, to remove layers from.")
     frames: dict[int, _Frame]
@@ -215,8 +219,10 @@ def apply(
             f"This mapper doesn't produce target layers {sorted(absent)}. Use transfer_cache, "
             "which names the layers it gives."
         )
-    if isinstance(offset, bool) or not isinstance(offset, int):
-        raise ArgumentError(f"The offset is a number of tokens, not {offset!r}.")
+    try:
+        offset = operator.index(offset)
+    except TypeError as error:
+        raise ArgumentError(f"The offset is a number of tokens, not {offset!r}.") from error
     if offset < 0:
         raise GeometryError(f"The offset must not be negative, got {offset}.")
     source_kv = dict(enumerate(src_pairs))
@@ -528,7 +534,19 @@ def _positions(
 
 
 def _array(given: Sequence[int]) -> mx.array:
-    return mx.array(given if hasattr(given, "shape") else list(given))  # type: ignore[arg-type]
+    try:
+        return mx.array(given if hasattr(given, "shape") else list(given))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"positions must be whole numbers, [N] or [B, N], not {reprlib.repr(given)}."
+        ) from error
+
+
+def _check_dtype(dtype: Any) -> None:
+    if dtype is not None and dtype not in _FLOATS:
+        raise ArgumentError(
+            f"The result's dtype is mx.float32, mx.float16 or mx.bfloat16, not {dtype!r}."
+        )
 
 
 def _check_reach(
