@@ -104,6 +104,15 @@ def test_a_switch_in_the_middle_of_a_reply(uninterrupted, exact):
     assert say(session, SECOND) == uninterrupted[1]
 
 
+def test_the_current_model_may_read_the_message_before_it_hands_over(uninterrupted, exact):
+    session = Session(copies(), exact)
+    session.use("b")
+    said = "".join(session.chat(FIRST, max_tokens=N, read_first=True))
+    assert said == uninterrupted[0]
+    turn = session.turns[0]
+    assert turn.switches[0].mapped == turn.n_prompt - 1 == turn.skipped
+
+
 def test_back_and_forth_drift_is_bounded(uninterrupted, exact):
     """With an exact map the text stays; the counters show what is read again."""
     session = Session(copies(), exact, max_mapped=1)

@@ -16,6 +16,7 @@ def build_parser() -> argparse.ArgumentParser:
         env,
         eval,
         fit,
+        generate,
         inspect,
         plan,
         serve,
@@ -29,6 +30,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvgraft {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (demo, fit, eval, transfer, serve, plan, inspect, verify, convert, env):
+    for module in (demo, fit, eval, generate, transfer, serve, plan, inspect, verify, convert, env):
         module.add_parser(subparsers)
     return parser

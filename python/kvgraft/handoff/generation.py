@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.errors import HandoffError
-from kvgraft.handoff.graft import prefill
+from kvgraft.handoff.graft import prefill, read_on
 from kvgraft.handoff.memory import MemoryBudget
 from kvgraft.handoff.repair import Repair
 from kvgraft.handoff.slot import ModelSlot, ModelSource
@@ -101,6 +101,18 @@ class Generation:
         if state.repair is not None:
             self._advance_repair()
         return int(token)
+
+    def read(self) -> None:
+        """Read what the cache lacks of the conversation, all but the last token.
+
+        The first token would do this too; this is for handing over before it.
+        """
+        state = self.state
+        if state.cache is None:
+            state.cache = make_prompt_cache(state.slot.model)
+        unread = state.tokens[state.n_cached : -1]
+        read_on(state.slot.model, unread, state.cache, step=self._prefill_step)
+        state.settle()
 
     def repair(self, *, chunk: int = 64, budget: MemoryBudget | None = None) -> bool:
         """Replace the mapped cache by a native one while tokens come out of it.

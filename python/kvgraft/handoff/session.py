@@ -81,6 +81,8 @@ class Session:
             the target reads the conversation.
         start: Name of the first model; default the first.
         system: System message.
+        chat_template: Render messages with the model's chat template. Without it,
+            or without a template, the model goes on with the plain text.
         sampler: As for ``mlx_lm.generate``.
         logits_processors: As for ``mlx_lm.generate``.
         budget: Memory limit.
@@ -90,6 +92,7 @@ class Session:
         tail: See :func:`~kvgraft.handoff.switch`.
         max_mapped: See :func:`~kvgraft.handoff.switch`: what bounds the drift.
         force: See :func:`~kvgraft.handoff.switch`.
+        keep_source: Keep a model that is switched away from in memory.
         keep_caches: Keep the cache of a model that was switched away from, so that
             coming back maps only what is new. Given up under a budget when more
             than half of it is in use.
@@ -108,6 +111,7 @@ class Session:
         *,
         start: str | None = None,
         system: str | None = None,
+        chat_template: bool = True,
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
         budget: MemoryBudget | None = None,
@@ -116,6 +120,7 @@ class Session:
         tail: int | None = None,
         max_mapped: int | None = 1,
         force: bool = False,
+        keep_source: bool = False,
         keep_caches: bool = False,
         repair: int = 0,
         prefill_step: int = 2048,
@@ -137,7 +142,8 @@ class Session:
             "head": head, "tail": tail, "max_mapped": max_mapped, "force": force,
             "prefill_step": prefill_step,
         }  # fmt: skip
-        self._keep_caches, self._repair_chunk = keep_caches, repair
+        self._keep_source, self._keep_caches = keep_source, keep_caches
+        self._repair_chunk, self._chat_template = repair, chat_template
         self._prefill_step = prefill_step
         self._sampler, self._processors = sampler, tuple(logits_processors or ())
         self._state: GenerationState | None = None
@@ -176,7 +182,7 @@ class Session:
         self._check_name(name)
         self._wanted = name
 
-    def chat(self, text: str, *, max_tokens: int = 256) -> Iterator[str]:
+    def chat(self, text: str, *, max_tokens: int = 256, read_first: bool = False) -> Iterator[str]:
         """Say something and get the reply, piece by piece.
 
         Stop iterating to break the reply off; what was said so far stays in the
@@ -185,6 +191,9 @@ class Session:
         Args:
             text: The user's message.
             max_tokens: Tokens of the reply at most.
+            read_first: Where :meth:`use` has asked for another model, let the
+                current one read the message before it hands over. Else the other
+                one reads it on top of what is handed over.
 
         Yields:
             Text as it is generated. Switches happen in between, asked for by
@@ -198,6 +207,10 @@ class Session:
         tokenizer = state.slot.tokenizer
         before = state.n_cached
         if self._wanted not in (None, self._current):
+            if read_first:
+                reader = Generation(state, prefill_step=self._prefill_step)
+                reader.read()
+                state = reader.stop()
             state = self._move(state, turn)
             before = turn.switches[-1].mapped + turn.switches[-1].reused if turn.switches else 0
         turn.n_prompt = len(state.tokens)
@@ -272,7 +285,7 @@ class Session:
                 f"{name} came without a tokenizer, and a chat needs one. Give a folder, a "
                 "repository, or what kvgraft.models.load_model returns."
             )
-        if getattr(tokenizer, "chat_template", None):
+        if self._chat_template and getattr(tokenizer, "chat_template", None):
             text = tokenizer.apply_chat_template(
                 self.messages, tokenize=False, add_generation_prompt=True
             )
@@ -320,7 +333,7 @@ class Session:
             if geometry is None and opened is not None:
                 geometry = opened.target
             live = slot.is_loaded
-            stays = not state.slot.can_load
+            stays = self._keep_source or not state.slot.can_load
             plan = plan_memory(
                 source_weights=weights,
                 source_cache=held,
@@ -353,15 +366,16 @@ class Session:
                 mapper,
                 budget=self._budget,
                 # A live model could not be had back.
-                keep_source=not state.slot.can_load,
+                keep_source=self._keep_source or not state.slot.can_load,
                 keep_cache=self._keep_caches,
                 own_cache=own[0] if own else None,
                 own_spans=own[1] if own else None,
                 **self._options,
             )
         except HandoffError as error:
-            turn.events.append(f"stayed with {source}: {error}")
-            _log.warning("stayed with %s: %s", source, error)
+            name = self._slots[source].name
+            turn.events.append(f"stayed with {name}: {error}")
+            _log.warning("stayed with %s: %s", name, error)
             return state
         if self._keep_caches and state.cache is not None:
             self._parked[source] = (list(state.tokens), state.cache, list(state.spans))
