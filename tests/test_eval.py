@@ -9,32 +9,19 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from eval_problems import SMALL, identity
 from fit_problems import prose, save_model
 
 from kvgraft import artifact
 from kvgraft.cli import main
 from kvgraft.demo.data import bundled
 from kvgraft.errors import EvaluationError, PairMismatchError
-from kvgraft.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper import Mapper
 from kvgraft.models import load_model
 from kvgraft.probe import read_geometry
 from kvgraft.quality import arms, evaluate
 from kvgraft.quality.evaluate import measure
-from kvgraft.quality.results import EvalConfig
 from kvgraft.quality.summary import summarise
-
-SMALL = EvalConfig(
-    documents=3,
-    prefix=40,
-    scored=12,
-    heads=(0, 4),
-    tails=(1, 6),
-    needle_lengths=(256,),
-    needle_depths=(0.2, 0.9),
-    needle_samples=1,
-    speed_lengths=(16, 48),
-    repeats=1,
-)
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +31,6 @@ def folder(tmp_path_factory) -> Path:
     save_model(path / "deeper", seed=1, num_hidden_layers=3)
     (path / "text.txt").write_text("<|endoftext|>".join(prose(120, seed) for seed in range(5)))
     return path
-
-
-def identity(path: Path) -> Mapper:
-    """A map that changes nothing, from a model to itself."""
-    loaded = load_model(path)
-    geometry = read_geometry(loaded.model)
-
-    def one(layer: int, kind: str) -> LinearMap:
-        g = geometry.layers[layer]
-        d = getattr(g, f"{kind}_dim")
-        eye = np.eye(g.n_kv_heads * d, dtype=np.float32)
-        weight = eye.reshape(-1, g.n_kv_heads, d).transpose(1, 0, 2)
-        return LinearMap.of([layer], mx.array(weight), mx.zeros((g.n_kv_heads, d)))
-
-    layers = [LayerMap(i, one(i, "key"), one(i, "value")) for i in range(len(geometry.layers))]
-    who = loaded.identity()
-    return Mapper(geometry, geometry, layers, source_model=who, target_model=who)
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +182,9 @@ PAIR = [
     str(TEXT / "calibration_stories.txt"),
 ]
 QUICK = [
-    *("--documents", "6", "--prefix", "128", "--scored", "64", "--heads", "0", "--tails", "1"),
+    *("--documents", "4", "--prefix", "96", "--scored", "64", "--heads", "0", "--tails", "1"),
     *("16", "--needle-lengths", "200", "--needle-depths", "0.5", "--needle-samples", "1"),
-    *("--speed-lengths", "64", "128", "--repeats", "1"),
+    *("--speed-lengths", "64", "96", "--repeats", "1"),
 ]
 
 

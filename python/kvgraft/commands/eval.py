@@ -163,7 +163,10 @@ def run(args: argparse.Namespace) -> int:
         )
     files = outcome.write_results(out, results)
     _print(results)
-    print(f"\nWrote {files}" + (f" and the verdict into {path}" if stored else ""))
+    print(f"\nreport   {files[0]}")
+    print(f"         {files[1].name} and {files[2].name} beside it")
+    if stored:
+        print(f"stored   verdict and policy in {path}")
     verdict = verdict_of(results)
     wanted = {"warning": "ship with warning", "ship": "ship", None: None}[args.fail_below]
     return BELOW if wanted is not None and verdict.below(wanted) else 0

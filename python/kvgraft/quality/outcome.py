@@ -8,6 +8,8 @@ from typing import Any
 
 from kvgraft.formats import atomic
 from kvgraft.mapper import Mapper
+from kvgraft.quality.plots import draw_all
+from kvgraft.quality.report import build, to_html, to_markdown
 from kvgraft.quality.summary import stored_quality
 
 __all__ = ["default_folder", "is_writable_artifact", "store", "write_results"]
@@ -41,13 +43,29 @@ def store(mapper: Mapper, path: Path, results: dict[str, Any]) -> None:
     mapper.save(path)
 
 
-def write_results(folder: Path, results: dict[str, Any]) -> Path:
-    """Write ``eval.json`` into a folder.
+def write_results(folder: Path, results: dict[str, Any]) -> list[Path]:
+    """Write the report: ``eval.json``, ``report.md`` with its figures, ``report.html``.
+
+    Each file is replaced in one step. The numbers come first: if the figures
+    can't be drawn, they are there.
+
+    Args:
+        folder: Where; made if it is not there.
+        results: What :func:`kvgraft.quality.summary.summarise` returned.
 
     Raises:
         ArtifactWriteError: If writing there is not permitted.
     """
-    return _write(folder / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")
+    numbers = _write(folder / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")
+    figures = draw_all(results)
+    for name, svg in figures.items():
+        _write(folder / "figures" / f"{name}.svg", svg)
+    report = build(results, figures)
+    return [
+        _write(folder / "report.html", to_html(report)),
+        _write(folder / "report.md", to_markdown(report)),
+        numbers,
+    ]
 
 
 def _write(path: Path, text: str) -> Path:
