@@ -111,6 +111,13 @@ NB_MODULE(_ext, m) {
   m.def("cpu_isas", &kvgraft::cpu::isa_names);
   m.def("cpu_isa", [] { return std::string(kvgraft::cpu::current_isa().name); });
   m.def("use_cpu_isa", &kvgraft::cpu::use_isa, "name"_a);
+  m.def(
+      "cpu_spin",
+      [](int tasks, int64_t steps) {
+        nb::gil_scoped_release release;
+        return kvgraft::cpu::spin(tasks, steps, kvgraft::cpu::current_isa());
+      },
+      "tasks"_a, "steps"_a);
   m.def("has_metal_kernel", [] {
 #ifdef KVGRAFT_METAL
     return true;

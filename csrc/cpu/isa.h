@@ -107,6 +107,9 @@ struct Isa {
   void (*widen)(const WidenArgs&);
   void (*multiply)(const MultiplyArgs&);
   void (*finish)(const FinishArgs&);
+  // Multiplies and adds in registers, rows x columns of them a step, and nothing
+  // else: the most that a processor can do. Returns the sum, so that it is done.
+  float (*spin)(int64_t steps);
 };
 
 extern const Isa plain_isa;

@@ -60,6 +60,10 @@ struct Job {
 // Computes the whole job, on the calling thread and the pool's.
 void map_layer(const Job& job, const Isa& isa);
 
+// What map_layer can at most reach: `tasks` times `steps` steps of multiplying and
+// adding in registers, on as many threads as it uses. Returns the operations done.
+double spin(int tasks, int64_t steps, const Isa& isa);
+
 // The instruction sets that this build has and this processor runs, best first.
 std::vector<std::string> isa_names();
 

@@ -524,8 +524,34 @@ struct Kernel {
     }
   }
 
+  // --- the machine's limit -----------------------------------------------
+
+  static float spin(int64_t steps) {
+    F acc[kRows][kVectors];
+    KVGRAFT_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      KVGRAFT_UNROLL
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = S::splat(static_cast<float>(r * kVectors + v));
+    }
+    F x = S::splat(0.999f), y = S::splat(0.001f);
+    for (int64_t i = 0; i < steps; ++i) {
+      KVGRAFT_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        KVGRAFT_UNROLL
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = acc[r][v] * x + y;
+      }
+    }
+    F sum{};
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) sum += acc[r][v];
+    }
+    float total = 0;
+    for (int i = 0; i < L; ++i) total += sum[i];
+    return total;
+  }
+
   static constexpr Isa isa(const char* name) {
-    return {name, rows, columns, pack, widen, multiply, finish};
+    return {name, rows, columns, pack, widen, multiply, finish, spin};
   }
 };
 

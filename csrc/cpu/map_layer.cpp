@@ -8,10 +8,12 @@
 // panel); and adds a * b to the task's result (c: tokens x columns), which it
 // finishes at the end. Nothing is larger than that, however long the context.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <map>
 #include <memory>
 #include <new>
+#include <stdexcept>
 
 #include "cpu/half.h"
 #include "cpu/job.h"
@@ -404,6 +406,15 @@ class Plan {
 
 void map_layer(const Job& job, const Isa& isa) {
   Plan(job, isa).run();
+}
+
+double spin(int tasks, int64_t steps, const Isa& isa) {
+  std::atomic<int> lost{0};
+  parallel_for(tasks, [&](int64_t) {
+    if (!(isa.spin(steps) > 0)) ++lost;
+  });
+  if (lost) throw std::logic_error("[map_layer] spin() came to nothing.");
+  return 2.0 * isa.rows * isa.columns * tasks * static_cast<double>(steps);
 }
 
 }  // namespace kvgraft::cpu

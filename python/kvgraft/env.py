@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from kvgraft import _build_info, _ext
 
-__all__ = ["blas", "format_report", "report"]
+__all__ = ["blas", "find_openblas", "format_report", "report"]
 
 _OPENBLAS_PLACES = (
     "/usr/lib/*/openblas-pthread/libopenblas.so.0",
@@ -69,7 +69,8 @@ def _linked_blas() -> str | None:
     return mine[0] if mine else None
 
 
-def _find_openblas() -> str | None:
+def find_openblas() -> str | None:
+    """The file of an OpenBLAS that is installed where Linux systems have it, or ``None``."""
     for pattern in _OPENBLAS_PLACES:
         found = sorted(glob.glob(pattern))
         if found:
@@ -94,7 +95,7 @@ def blas() -> dict[str, Any]:
     slow = linked is not None and os.path.basename(linked).startswith("libblas")
     hint = None
     if slow:
-        library = _find_openblas()
+        library = find_openblas()
         if library is None:
             library = "/path/to/libopenblas.so.0"
             get = "Install it (Debian, Ubuntu: apt install libopenblas0-pthread) and start with "
