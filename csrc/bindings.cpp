@@ -118,11 +118,5 @@ NB_MODULE(_ext, m) {
         return kvgraft::cpu::spin(tasks, steps, kvgraft::cpu::current_isa());
       },
       "tasks"_a, "steps"_a);
-  m.def("has_metal_kernel", [] {
-#ifdef KVGRAFT_METAL
-    return true;
-#else
-    return false;
-#endif
-  });
+  m.def("metal_status", &kvgraft::metal_status);
 }

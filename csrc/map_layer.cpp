@@ -359,6 +359,10 @@ bool metal_takes(const MapLayerArgs&, const mx::Stream&) {
   return false;
 }
 
+std::string metal_status() {
+  return "kvgraft was built without Metal";
+}
+
 void MapLayer::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw std::runtime_error("[map_layer] This build has no GPU kernel.");
 }

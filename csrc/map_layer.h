@@ -112,4 +112,7 @@ class MapLayer : public mx::Primitive {
 // without Metal.
 bool metal_takes(const MapLayerArgs& args, const mx::Stream& stream);
 
+// Why the Metal kernels are not used here at all; empty if they are.
+std::string metal_status();
+
 }  // namespace kvgraft

@@ -1,81 +1,44 @@
-// MapLayer on Apple GPUs: group the source layers, pick a kernel, compile it from
-// the embedded source, dispatch.
+// MapLayer on Apple GPUs: describe the arrays, compile the kernels from the embedded
+// source, dispatch. What is decided on the way is in dispatch.cpp.
 #include <mlx/allocator.h>
 #include <mlx/backend/metal/device.h>
+#include <mlx/backend/metal/metal.h>
 
-#include <algorithm>
-#include <bit>
-#include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "kernel_sources.h"
 #include "map_layer.h"
-#include "metal/params.h"
+#include "metal/dispatch.h"
 
 namespace kvgraft {
 
 namespace {
 
-// Values of the function constants; the same numbers stand in map_layer.metal.
-enum ElementType { kF32, kF16, kBF16, kAbsent };
-enum RopeKind { kNone, kSplit, kInterleaved };
+using metal::Dispatch;
 
-// setBytes takes 4 KB.
-constexpr size_t kMaxPlan = 1024;
-constexpr int kMaxRows = 16;  // tokens up to which the rows kernel runs
-
-int type_of(const mx::array& x) {
-  if (x.dtype() == mx::float32) return kF32;
-  return x.dtype() == mx::float16 ? kF16 : kBF16;
+metal::ElementType type_of(const mx::array& x) {
+  if (x.dtype() == mx::float32) return metal::kF32;
+  return x.dtype() == mx::float16 ? metal::kF16 : metal::kBF16;
 }
 
-// From here on MLX's own matmul uses matrix units that simdgroup_matrix does not
-// reach, and plain operations are faster than this kernel. MLX asks the same of
-// the architecture's name, and for macOS 26.2 besides, but does not export it.
+const std::string& architecture() {
+  return mx::metal::device(mx::Device::gpu).get_architecture();
+}
+
 bool has_matrix_units() {
-  auto& device = mx::metal::device(mx::Device::gpu);
-  const auto& name = device.get_architecture();
-  const bool phone = !name.empty() && name.back() == 'p';
-  if (device.get_architecture_gen() < (phone ? 18 : 17)) return false;
-  return NS::ProcessInfo::processInfo()->isOperatingSystemAtLeastVersion({26, 2, 0});
+  // The system is asked as MLX asks it; its own answer is not exported.
+  return metal::has_matrix_units(architecture(),
+                                 mx::metal::device(mx::Device::gpu).get_architecture_gen()) &&
+         NS::ProcessInfo::processInfo()->isOperatingSystemAtLeastVersion({26, 2, 0});
 }
 
-// GPU cores of the smallest chip with this name: how many tiles keep it busy.
-int core_count() {
-  const auto& name = mx::metal::device(mx::Device::gpu).get_architecture();
-  switch (name.empty() ? ' ' : name.back()) {
-    case 'p':
-      return 5;
-    case 's':  // Max
-      return 30;
-    case 'd':  // Ultra
-      return 60;
-    default:  // base and Pro
-      return 8;
+int64_t plan_entries(const MapLayerArgs& args) {
+  int64_t entries = 0;
+  if (args.heads) {
+    for (const auto& group : *args.heads) entries += static_cast<int64_t>(group.size());
   }
-}
-
-struct Tile {
-  int tokens;
-  int columns;
-};
-
-// The largest tile of which there are at least four per core, a threadgroup for
-// each of a core's schedulers; if none has as many, the smallest. In a head plan
-// a tile holds columns of one head, so 64 columns are only taken where they waste
-// nothing more than 32 would.
-Tile choose_tile(int64_t tokens, int64_t spans, int span) {
-  static const int wanted = 4 * core_count();
-  for (const Tile tile : {Tile{64, 64}, Tile{64, 32}, Tile{32, 32}}) {
-    const int octets = tile.columns / 8;
-    const int64_t columns = (span + octets - 1) / octets;
-    const int64_t waste = columns * octets - span;
-    if (octets == 8 && waste >= 4) continue;
-    if (spans * columns * ((tokens + tile.tokens - 1) / tile.tokens) >= wanted) return tile;
-  }
-  return {32, 32};
+  return entries;
 }
 
 MTL::Library* library(mx::metal::Device& device) {
@@ -86,88 +49,102 @@ MTL::Library* library(mx::metal::Device& device) {
   });
 }
 
-struct Constants {
-  int source_type, weight_type, bits, bias_type, out_type, strip, rotate;
-  bool plan, wide_source, wide_weight, resume, finish;
-};
-
-MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const std::string& name,
-                                    const Constants& c) {
+MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const Dispatch& d) {
+  const auto& c = d.constants;
   const int numbers[] = {c.source_type, c.weight_type, c.bits,  c.bias_type,
                          c.out_type,    c.strip,       c.rotate};
   const bool flags[] = {c.plan, c.wide_source, c.wide_weight, c.resume, c.finish};
   mx::metal::MTLFCList list;
-  std::string hash = name;
   int index = 0;
   for (const int& value : numbers) {
     list.emplace_back(&value, MTL::DataType::DataTypeInt, index++);
-    hash += '_' + std::to_string(value);
   }
   for (const bool& value : flags) {
     list.emplace_back(&value, MTL::DataType::DataTypeBool, index++);
-    hash += value ? "_t" : "_f";
   }
-  return device.get_kernel(name, library(device), hash, list);
+  return device.get_kernel(d.kernel, library(device), metal::variant_name(d.kernel, c), list);
 }
 
-RopeKind kind_of(const MapLayerSpec& spec, int table) {
-  if (table < 0) return kNone;
-  return spec.traditional[table] ? kInterleaved : kSplit;
-}
-
-void set_table(const mx::array& x, int64_t (&strides)[3]) {
+void table_strides(const mx::array& x, int64_t (&strides)[3]) {
   strides[0] = x.ndim() == 3 ? x.strides(0) : 0;
   strides[1] = x.strides(-2);
   strides[2] = x.strides(-1);
 }
 
-// Whether octets of a head of this size are runs of four dims that begin at
-// multiples of four.
-bool even_octets(int dim, RopeKind kind, int pairs) {
-  return dim % 8 == 0 && (kind != kSplit || pairs % 4 == 0);
+// Weights as [heads, in, out], whichever of the last two comes first in the array.
+void weight_strides(const mx::array& x, bool out_first, int64_t (&strides)[3]) {
+  strides[0] = x.strides(0);
+  strides[1] = x.strides(out_first ? 2 : 1);
+  strides[2] = x.strides(out_first ? 1 : 2);
 }
 
-// Whether four adjacent values from any place that the strides lead to are
-// aligned.
-bool aligned(const mx::array& x, std::initializer_list<int64_t> strides) {
-  if (reinterpret_cast<uintptr_t>(x.data<char>()) % (4 * x.itemsize())) return false;
-  return std::all_of(strides.begin(), strides.end(), [](int64_t s) { return s % 4 == 0; });
+uint64_t address_of(const mx::array& x) {
+  return reinterpret_cast<uintptr_t>(x.data<char>());
 }
 
-// Source layers that one dispatch takes: alike in everything but their strides.
-std::vector<std::vector<int>> group_sources(const MapLayerSpec& spec,
-                                            const std::vector<mx::array>& inputs) {
-  struct Group {
-    std::tuple<int, int, int, int> key;
-    std::vector<int> members;
-  };
-  std::vector<Group> groups;
+metal::Call describe(const MapLayerSpec& spec, const std::vector<mx::array>& inputs,
+                     const mx::array& out) {
+  metal::Call call{};
+  const bool batched = out.ndim() == 4;
+  call.batch = batched ? out.shape(0) : 1;
+  call.tokens = out.shape(-2);
+  call.heads = out.shape(-3);
+  call.out_dim = out.shape(-1);
+  call.out_type = type_of(out);
   for (int i = 0; i < spec.sources; ++i) {
     const auto& x = inputs[i];
-    const std::tuple key{type_of(x), x.shape(-1), spec.plan.empty() ? x.shape(-3) : 0,
-                         spec.strip[i]};
-    auto found = std::find_if(groups.begin(), groups.end(), [&](const Group& g) {
-      return g.key == key && g.members.size() < KVGRAFT_MAX_SOURCES;
-    });
-    if (found == groups.end()) found = groups.insert(groups.end(), Group{key, {}});
-    found->members.push_back(i);
+    call.sources.push_back(
+        {type_of(x),
+         x.shape(-3),
+         x.shape(-1),
+         {batched ? x.strides(0) : 0, x.strides(-3), x.strides(-2), x.strides(-1)},
+         address_of(x),
+         spec.strip[i]});
   }
-  std::vector<std::vector<int>> out;
-  for (auto& group : groups) out.push_back(std::move(group.members));
-  return out;
+  const auto& weight = inputs[spec.weight_at()];
+  call.bits = spec.group_size ? spec.bits : 0;
+  call.group_size = spec.group_size;
+  call.weight_type = type_of(weight);
+  call.weight_address = address_of(weight);
+  weight_strides(weight, call.bits != 0, call.weight_strides);
+  if (call.bits) {
+    call.weight_type = type_of(inputs[spec.scales_at()]);
+    weight_strides(inputs[spec.scales_at()], true, call.scale_strides);
+    weight_strides(inputs[spec.scales_at() + 1], true, call.bias_strides);
+  }
+  call.offset_type = metal::kAbsent;
+  if (spec.bias) {
+    const auto& offset = inputs[spec.bias_at()];
+    call.offset_type = type_of(offset);
+    call.offset_strides[0] = offset.strides(0);
+    call.offset_strides[1] = offset.strides(1);
+  }
+  for (size_t i = 0; i < spec.traditional.size(); ++i) {
+    const auto& cos = inputs[spec.tables_at() + 2 * i];
+    metal::Table table{cos.shape(-1), spec.traditional[i], {}};
+    table_strides(cos, table.strides.cos_strides);
+    table_strides(inputs[spec.tables_at() + 2 * i + 1], table.strides.sin_strides);
+    call.tables.push_back(table);
+  }
+  call.rotate = spec.rotate;
+  call.plan_width = spec.plan.empty() ? 0 : spec.plan_width;
+  return call;
 }
 
 }  // namespace
 
-bool metal_takes(const MapLayerArgs& args, const mx::Stream& stream) {
-  if (stream.device != mx::Device::gpu || has_matrix_units()) return false;
-  const auto group = static_cast<unsigned>(args.weight.group_size);
-  if (args.weight.bits && !std::has_single_bit(group)) return false;
-  size_t plan = 0;
-  if (args.heads) {
-    for (const auto& group : *args.heads) plan += group.size();
+std::string metal_status() {
+  if (!mx::metal::is_available()) return "there is no Metal device";
+  if (has_matrix_units()) {
+    return "this GPU (" + architecture() +
+           ") has matrix units that MLX's own matmul uses and the kernel would not reach";
   }
-  return plan <= kMaxPlan;
+  return "";
+}
+
+bool metal_takes(const MapLayerArgs& args, const mx::Stream& stream) {
+  return stream.device == mx::Device::gpu && !has_matrix_units() &&
+         metal::refusal(args.weight.bits ? args.weight.group_size : 0, plan_entries(args)).empty();
 }
 
 void MapLayer::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
@@ -178,129 +155,30 @@ void MapLayer::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
   auto& encoder = mx::metal::get_command_encoder(stream());
 
   const auto& spec = spec_;
+  const auto call = describe(spec, inputs, out);
+  static const int cores = metal::core_count(architecture());
+  const auto dispatches = metal::plan_dispatches(call, cores);
+
   const auto& weight = inputs[spec.weight_at()];
-  const bool batched = out.ndim() == 4;
-  const int batch = batched ? out.shape(0) : 1;
-  const int tokens = out.shape(-2);
+  // A buffer has to be bound even where nothing reads it.
+  const mx::array& scales = call.bits ? inputs[spec.scales_at()] : weight;
+  const mx::array& biases = call.bits ? inputs[spec.scales_at() + 1] : weight;
+  const mx::array& offset = spec.bias ? inputs[spec.bias_at()] : weight;
   const auto table = [&](int index, int part) -> const mx::array& {
-    // A buffer has to be bound even where nothing reads it.
     return index < 0 ? weight : inputs[spec.tables_at() + 2 * index + part];
   };
-  const auto pairs_of = [&](int index) { return index < 0 ? 0 : table(index, 0).shape(-1); };
 
-  MapParams p{};
-  p.tokens = tokens;
-  p.heads = out.shape(-3);
-  p.out_dim = out.shape(-1);
-  p.rotate_pairs = pairs_of(spec.rotate);
-  p.group_shift = std::countr_zero(static_cast<unsigned>(std::max(spec.group_size, 1)));
-  const int octets = (p.out_dim + 7) / 8;
-  p.span = spec.plan.empty() ? p.heads * octets : octets;
-  const int spans = spec.plan.empty() ? 1 : p.heads;
-  const int bits = spec.group_size ? spec.bits : 0;
-  const auto set_strides = [](const mx::array& x, bool out_first, int64_t(&strides)[3]) {
-    strides[0] = x.strides(0);
-    strides[1] = x.strides(out_first ? 2 : 1);
-    strides[2] = x.strides(out_first ? 1 : 2);
-  };
-  set_strides(weight, bits != 0, p.weight_strides);
-  const mx::array& scales = bits ? inputs[spec.scales_at()] : weight;
-  const mx::array& biases = bits ? inputs[spec.scales_at() + 1] : weight;
-  if (bits) {
-    set_strides(scales, true, p.scale_strides);
-    set_strides(biases, true, p.bias_strides);
-  }
-  const mx::array& offset = spec.bias ? inputs[spec.bias_at()] : weight;
-  if (spec.bias) {
-    p.offset_strides[0] = offset.strides(0);
-    p.offset_strides[1] = offset.strides(1);
-  }
-  if (spec.rotate >= 0) {
-    set_table(table(spec.rotate, 0), p.rotate.cos_strides);
-    set_table(table(spec.rotate, 1), p.rotate.sin_strides);
-  }
-
-  // Rows of the weights: source layers in their order, whatever dispatch they
-  // are in.
-  std::vector<int32_t> rows;
-  int32_t row = 0;
-  for (int i = 0; i < spec.sources; ++i) {
-    rows.push_back(row);
-    const int width = spec.plan.empty() ? inputs[i].shape(-3) : spec.plan_width;
-    row += width * inputs[i].shape(-1);
-  }
-
-  const bool few = tokens <= kMaxRows;
-  const Tile tile = few ? Tile{tokens <= 1   ? 1
-                               : tokens <= 4 ? 4
-                                             : 16,
-                               32}
-                        : choose_tile(int64_t{tokens} * batch, spans, p.span);
-  const std::string name =
-      few ? "map_layer_rows_" + std::to_string(tile.tokens)
-          : "map_layer_tile_" + std::to_string(tile.tokens) + "x" + std::to_string(tile.columns);
-  const int tile_octets = tile.columns / 8;
-  p.tiles_per_span = (p.span + tile_octets - 1) / tile_octets;
-  const auto grid = MTL::Size::Make(static_cast<size_t>(p.tiles_per_span) * spans,
-                                    (tokens + tile.tokens - 1) / tile.tokens, batch);
-  const auto threads = MTL::Size::Make(few ? 256 : 128, 1, 1);
-
-  const auto groups = group_sources(spec, inputs);
   mx::array partial = out;  // bound but unused when one dispatch is enough
-  if (groups.size() > 1) {
-    partial = mx::array({batch, p.heads, octets, tokens, 8}, mx::float32, nullptr, {});
+  if (dispatches.size() > 1) {
+    const int octets = (call.out_dim + 7) / 8;
+    partial = mx::array({call.batch, call.heads, octets, call.tokens, 8}, mx::float32, nullptr, {});
     partial.set_data(mx::allocator::malloc(partial.nbytes()));
     encoder.add_temporary(partial);
   }
 
-  for (size_t step = 0; step < groups.size(); ++step) {
-    const auto& members = groups[step];
-    const auto& first = inputs[members[0]];
-    const int strip = spec.strip[members[0]];
-    const RopeKind kind = kind_of(spec, strip);
-    p.source_dim = first.shape(-1);
-    p.sources = static_cast<int>(members.size());
-    p.width = spec.plan.empty() ? first.shape(-3) : spec.plan_width;
-    p.strip_pairs = pairs_of(strip);
-    if (strip >= 0) {
-      set_table(table(strip, 0), p.strip.cos_strides);
-      set_table(table(strip, 1), p.strip.sin_strides);
-    }
-    const bool even = even_octets(p.source_dim, kind, p.strip_pairs);
-    bool wide_source = even;
-    bool whole_words = even;
-    for (int i = 0; i < p.sources; ++i) {
-      const auto& x = inputs[members[i]];
-      auto& layer = p.layers[i];
-      layer = {batched ? x.strides(0) : 0,
-               x.strides(-3),
-               x.strides(-2),
-               x.strides(-1),
-               rows[members[i]],
-               0};
-      wide_source = wide_source && layer.dim_stride == 1 &&
-                    aligned(x, {layer.batch_stride, layer.head_stride, layer.token_stride});
-      whole_words = whole_words && layer.weight_row % 8 == 0;
-    }
-    const bool wide_weight =
-        bits ? whole_words
-             : even_octets(p.out_dim, kind_of(spec, spec.rotate), p.rotate_pairs) &&
-                   p.weight_strides[2] == 1 &&
-                   aligned(weight, {p.weight_strides[0], p.weight_strides[1]});
-    const Constants constants{type_of(first),
-                              type_of(bits ? scales : weight),
-                              bits,
-                              spec.bias ? type_of(offset) : static_cast<int>(kAbsent),
-                              type_of(out),
-                              kind,
-                              kind_of(spec, spec.rotate),
-                              !spec.plan.empty(),
-                              wide_source,
-                              wide_weight,
-                              step > 0,
-                              step + 1 == groups.size()};
-
-    encoder.set_compute_pipeline_state(pipeline(device, name, constants));
+  for (const Dispatch& d : dispatches) {
+    const int strip = spec.strip[d.members[0]];
+    encoder.set_compute_pipeline_state(pipeline(device, d));
     encoder.set_output_array(out, 0);
     // Reads what the dispatch before wrote; binding it as an output orders them.
     encoder.set_output_array(partial, 1);
@@ -313,11 +191,13 @@ void MapLayer::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
     encoder.set_input_array(table(spec.rotate, 0), 8);
     encoder.set_input_array(table(spec.rotate, 1), 9);
     encoder.set_vector_bytes(spec.plan, 10);
-    encoder.set_bytes(p, 11);
+    encoder.set_bytes(d.params, 11);
     for (int i = 0; i < KVGRAFT_MAX_SOURCES; ++i) {
-      encoder.set_input_array(inputs[members[i < p.sources ? i : 0]], 12 + i);
+      const bool used = i < static_cast<int>(d.members.size());
+      encoder.set_input_array(inputs[d.members[used ? i : 0]], 12 + i);
     }
-    encoder.dispatch_threadgroups(grid, threads);
+    encoder.dispatch_threadgroups(MTL::Size::Make(d.grid[0], d.grid[1], d.grid[2]),
+                                  MTL::Size::Make(d.threads, 1, 1));
   }
 }
 

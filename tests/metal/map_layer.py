@@ -1,8 +1,10 @@
-"""Launches the ``map_layer`` kernels as ``csrc/metal/map_layer.cpp`` does."""
+"""Launches the ``map_layer`` kernels as ``csrc/metal/map_layer.cpp`` does.
+
+What is decided on the way comes out of ``csrc/metal/dispatch.cpp`` itself.
+"""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from cases import Problem
 from emulator import EmulatorError, Library, Result
+from host import MAX_SOURCES, Call, Source, Table, plan
 
 from kvgraft.rope import RopeTable
 from kvgraft.weights import AffineWeight, weight_shape
@@ -17,10 +20,10 @@ from kvgraft.weights import AffineWeight, weight_shape
 ROOT = Path(__file__).parents[2]
 DIRECTORY = ROOT / "csrc" / "metal"
 SOURCE = DIRECTORY / "map_layer.metal"
-MAX_SOURCES = 16
 TILES = ((64, 64), (64, 32), (32, 64), (32, 32))
 TYPES = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
 WIDTHS = {mx.float32: 4, mx.float16: 2, mx.bfloat16: 2}
+WIDE_SOURCE, WIDE_WEIGHT, RESUME, FINISH = 8, 9, 10, 11  # function constants
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Flat:
 
     data: bytes
     start: int
-    strides: tuple[int, ...]
+    strides: tuple[int, int, int, int]
 
 
 def raw(x: mx.array) -> bytes:
@@ -67,33 +70,13 @@ def flat(x: mx.array, layout: str) -> Flat:
     raise ValueError(layout)
 
 
-def pack(parameters: dict[str, object]) -> bytes:
-    """``MapParams`` of params.h."""
-    p = parameters
-    out = struct.pack(
-        "<12i",
-        *(int(p[k]) for k in (  # type: ignore[call-overload]
-            "tokens", "heads", "out_dim", "source_dim", "sources", "width", "strip_pairs",
-            "rotate_pairs", "span", "tiles_per_span", "group_shift",
-        )),
-        0,
-    )  # fmt: skip
-    for key in ("weight", "scale", "bias", "offset", "strip", "rotate"):
-        out += struct.pack(f"<{len(p[key])}q", *p[key])  # type: ignore[arg-type, misc]
-    for layer in p["layers"]:  # type: ignore[attr-defined]
-        out += struct.pack("<4q2i", *layer, 0)
-    return out + bytes(40 * (MAX_SOURCES - int(p["sources"])))  # type: ignore[call-overload]
-
-
-def table_of(table: RopeTable | None) -> tuple[bytes, bytes, list[int], int, int]:
-    """Cosines, sines, strides, pairs and kind."""
+def table_of(table: RopeTable | None) -> tuple[bytes, bytes, Table | None]:
+    """Cosines, sines, and what the host knows of the table; a stand-in for none."""
     if table is None or table.dims == 0:
-        return bytes(4), bytes(4), [0] * 6, 0, 0
+        return bytes(4), bytes(4), None
     n, pairs = table.cos.shape[-2:]
-    batch = n * pairs if table.cos.ndim == 3 else 0
-    strides = [batch, pairs, 1]
-    kind = 2 if table.traditional else 1
-    return raw(table.cos), raw(table.sin), strides * 2, pairs, kind
+    strides = (n * pairs if table.cos.ndim == 3 else 0, pairs, 1)
+    return raw(table.cos), raw(table.sin), Table(pairs, table.traditional, strides, strides)
 
 
 def run(
@@ -129,109 +112,79 @@ def run(
     heads, in_dim, out_dim = weight_shape(weight)
     tokens = problem.sources[0].shape[-2]
     batch = problem.sources[0].shape[0] if problem.sources[0].ndim == 4 else 0
-    layout = problem.case.layout
-    tables = problem.strip or [None] * len(problem.sources)
     octets = -(-out_dim // 8)
 
-    # Sources that one dispatch can take together, as eval_gpu groups them.
-    width_of = [len(problem.heads[0]) if problem.heads else s.shape[-3] for s in problem.sources]
-    rows, at = [], 0
-    for s, width in zip(problem.sources, width_of, strict=True):
-        rows.append(at)
-        at += width * s.shape[-1]
-    groups: dict[tuple[object, ...], list[list[int]]] = {}
-    for i, s in enumerate(problem.sources):
-        key = (s.dtype, s.shape[-1], width_of[i], id(tables[i]))
-        chunks = groups.setdefault(key, [[]])
-        if len(chunks[-1]) == max_sources:
-            chunks.append([])
-        chunks[-1].append(i)
-    dispatches = [chunk for chunks in groups.values() for chunk in chunks]
+    given: list[RopeTable] = []
 
-    rotate = table_of(problem.rotate)
-    scale = bias = [0, 0, 0]
-    scales = biases = bytes(4)
-    bits = group = 0
-    if isinstance(weight, AffineWeight):
-        bits, group = weight.bits, weight.group_size
-        words, n_groups = in_dim * bits // 32, in_dim // group
-        weights, weight_type = raw(weight.packed), weight.scales.dtype
-        strides = [out_dim * words, 1, words]
-        scales, biases = raw(weight.scales), raw(weight.biases)
-        scale = bias = [out_dim * n_groups, 1, n_groups]
-    else:
-        weights, weight_type = raw(weight), weight.dtype
-        strides = [in_dim * out_dim, out_dim, 1]
-    rotate_wide = out_dim % 8 == 0 and (rotate[4] != 1 or rotate[3] % 4 == 0)
+    def index_of(table: RopeTable | None) -> int:
+        """Tables that two layers share are one."""
+        if table is None or table.dims == 0:
+            return -1
+        for i, known in enumerate(given):
+            if known is table:
+                return i
+        given.append(table)
+        return len(given) - 1
 
-    total = max(batch, 1) * heads * octets * tokens * 8 * 4
-    partial = bytes(max(total, 4))
-    out_type = problem.result_dtype
-    out = bytes(max(batch, 1) * heads * tokens * out_dim * WIDTHS[out_type])
-    columns = tile[1] if tile else 32
-    if tile:
-        name, block, threads = "map_layer_tile_{}x{}".format(*tile), tile[0], 128
-    else:
-        block = next(r for r in (1, 4, 16) if r >= min(tokens, 16))
-        name, threads = f"map_layer_rows_{block}", 256
-    span = octets if problem.heads else heads * octets
-    per_span = -(-span * 8 // columns)
-    spans = heads if problem.heads else 1
-
-    results = []
-    for step, chunk in enumerate(dispatches):
-        first = problem.sources[chunk[0]]
-        cos, sin, strip_strides, pairs, kind = table_of(tables[chunk[0]])
-        buffers: dict[int, bytes] = {}
-        starts: dict[int, int] = {}
-        layers = []
-        dim = first.shape[-1]
-        head_wide = dim % 8 == 0 and (kind != 1 or pairs % 4 == 0)
-        source_wide = head_wide
-        for slot, i in enumerate(chunk):
-            lying = flat(problem.sources[i], layout)
-            size = WIDTHS[first.dtype]
-            b, h, n, d = lying.strides
-            buffers[12 + slot], starts[12 + slot] = lying.data, lying.start * size
-            layers.append((b, h, n, d, rows[i]))
-            source_wide &= d == 1 and all(s % 4 == 0 for s in (b, h, n)) and lying.start % 4 == 0
-        for slot in range(len(chunk), MAX_SOURCES):
-            buffers[12 + slot] = bytes(4)
-        weight_wide = (
-            rotate_wide if not bits else (head_wide and all(rows[i] % 8 == 0 for i in chunk))
+    lying = [flat(s, problem.case.layout) for s in problem.sources]
+    sources = [
+        Source(TYPES[s.dtype], s.shape[-3], s.shape[-1], f.strides, f.start * WIDTHS[s.dtype],
+               index_of(table))
+        for s, f, table in zip(
+            problem.sources, lying, problem.strip or [None] * len(lying), strict=True
         )
-        constants = [
-            TYPES[first.dtype], TYPES[weight_type], bits,
-            3 if problem.bias is None else TYPES[problem.bias.dtype], TYPES[out_type],
-            kind, rotate[4], problem.heads is not None,
-            source_wide and not narrow, weight_wide and not narrow,
-            step > 0, step == len(dispatches) - 1,
-        ]  # fmt: skip
-        resume, last = bool(constants[10]), bool(constants[11])
-        buffers |= {
+    ]  # fmt: skip
+    out_type = problem.result_dtype
+    call = Call(
+        tokens, heads, out_dim, sources, max(batch, 1), TYPES[out_type],
+        rotate=index_of(problem.rotate),
+        plan_width=len(problem.heads[0]) if problem.heads else 0,
+    )  # fmt: skip
+    tables = [table_of(t) for t in given]
+    call.tables = [described for _, _, described in tables if described is not None]
+    scales = biases = bytes(4)
+    if isinstance(weight, AffineWeight):
+        words, groups = in_dim * weight.bits // 32, in_dim // weight.group_size
+        call.bits, call.group_size = weight.bits, weight.group_size
+        call.weight_strides = (out_dim * words, 1, words)
+        call.scale_strides = call.bias_strides = (out_dim * groups, 1, groups)
+        call.weight_type = TYPES[weight.scales.dtype]
+        weights, scales, biases = raw(weight.packed), raw(weight.scales), raw(weight.biases)
+    else:
+        call.weight_strides = (in_dim * out_dim, out_dim, 1)
+        call.weight_type = TYPES[weight.dtype]
+        weights = raw(weight)
+    if problem.bias is not None:
+        call.offset_type, call.offset_strides = TYPES[problem.bias.dtype], (out_dim, 1)
+
+    partial = bytes(max(max(batch, 1) * heads * octets * tokens * 8 * 4, 4))
+    out = bytes(max(batch, 1) * heads * tokens * out_dim * WIDTHS[out_type])
+    nothing = bytes(4), bytes(4), None
+    results = []
+    for d in plan(call, max_sources=max_sources, tile=tile or (0, 0)):
+        strip = sources[d.members[0]].strip
+        strip_cos, strip_sin, _ = nothing if strip < 0 else tables[strip]
+        rotate_cos, rotate_sin, _ = nothing if call.rotate < 0 else tables[call.rotate]
+        if narrow:
+            d.constants[WIDE_SOURCE] = d.constants[WIDE_WEIGHT] = 0
+        buffers = {
             0: out, 1: partial, 2: weights, 3: scales, 4: biases,
             5: bytes(4) if problem.bias is None else raw(problem.bias),
-            6: cos, 7: sin, 8: rotate[0], 9: rotate[1],
-            10: np.array(problem.heads or [[0]], dtype=np.int32).tobytes(),
-            11: pack({
-                "tokens": tokens, "heads": heads, "out_dim": out_dim, "source_dim": dim,
-                "sources": len(chunk), "width": width_of[chunk[0]], "strip_pairs": pairs,
-                "rotate_pairs": rotate[3], "span": span, "tiles_per_span": per_span,
-                "group_shift": max(group, 1).bit_length() - 1, "weight": strides,
-                "scale": scale, "bias": bias,
-                "offset": [out_dim, 1], "strip": strip_strides, "rotate": rotate[2],
-                "layers": layers,
-            }),
+            6: strip_cos, 7: strip_sin, 8: rotate_cos, 9: rotate_sin,
+            10: np.array(problem.heads or [[0]], dtype=np.int32).tobytes(), 11: d.params,
         }  # fmt: skip
-        outputs = {}
-        if last:
-            outputs[0] = "write"
-        else:
-            outputs[1] = "update" if resume else "write"
+        starts: dict[int, int] = {}
+        for slot in range(MAX_SOURCES):
+            buffers[12 + slot] = bytes(4)
+            if slot < len(d.members):
+                i = d.members[slot]
+                buffers[12 + slot], starts[12 + slot] = lying[i].data, sources[i].address
+        resume, last = d.constants[RESUME], d.constants[FINISH]
+        outputs = {0: "write"} if last else {1: "update" if resume else "write"}
+        x, y, z = d.grid
         result = library.launch(
-            name, buffers, (per_span * spans, -(-tokens // block), max(batch, 1)), threads,
-            constants=dict(enumerate(map(int, constants))), outputs=outputs, seed=seed,
-            preempt=preempt, starts=starts, checks=checks,
+            d.kernel, buffers, (x, y, z), d.threads, constants=dict(enumerate(d.constants)),
+            outputs=outputs, seed=seed, preempt=preempt, starts=starts, checks=checks,
         )  # fmt: skip
         results.append(result)
         if result.report:
