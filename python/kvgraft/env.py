@@ -111,7 +111,7 @@ def blas() -> dict[str, Any]:
 
 def report() -> dict[str, Any]:
     """Everything worth knowing in a bug report, as JSON-ready values."""
-    gpu = mx.is_available(mx.Device(mx.gpu))
+    gpu = bool(mx.is_available(mx.Device(mx.gpu)))
     return {
         "kvgraft": _version("kvgraft"),
         "python": platform.python_version(),
@@ -122,21 +122,32 @@ def report() -> dict[str, Any]:
         "built_for_mlx": _build_info.MLX_VERSION,
         "built_with": f"{_build_info.COMPILER}, nanobind {_build_info.NANOBIND_VERSION}",
         "device": "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu",
-        "gpu": bool(gpu),
+        "gpu": gpu,
+        "gpu_name": _gpu_name() if gpu else None,
         "map_layer": {
-            "cpu": f"fused kernel, {_ext.cpu_isa()}, {_ext.num_threads()} threads",
-            "gpu": _gpu_path(bool(gpu)),
+            "cpu": f"fused kernel, {_ext.cpu_isa()} (of {', '.join(_ext.cpu_isas())}), "
+            f"{_ext.num_threads()} threads",
+            "gpu": _gpu_path(gpu),
         },
         "blas": blas(),
     }
 
 
+def _gpu_name() -> str:
+    info = mx.device_info(mx.Device(mx.gpu))
+    return ", ".join(str(info[k]) for k in ("device_name", "architecture") if k in info)
+
+
 def _gpu_path(gpu: bool) -> str:
     if not gpu:
-        return "no GPU"
-    if mx.metal.is_available() and _ext.has_metal_kernel():
-        return "fused Metal kernel"
-    return "composed of MLX operations"
+        return "there is no GPU"
+    why_not = _ext.metal_status()
+    if why_not:
+        return f"MLX's own operations: {why_not}"
+    return (
+        "fused Metal kernels: map_layer_rows up to 16 tokens, map_layer_tile for more; MLX's own "
+        "operations for what kvgraft.ops.explain calls composed"
+    )
 
 
 def format_report(data: dict[str, Any]) -> str:
@@ -148,6 +159,7 @@ def format_report(data: dict[str, Any]) -> str:
         f"numpy     {data['numpy']}",
         f"Python    {data['python']} on {data['system']}",
         f"device    {data['device']}",
+        *([f"GPU       {data['gpu_name']}"] if data["gpu"] else []),
         "map_layer",
         f"  on cpu  {data['map_layer']['cpu']}",
         f"  on gpu  {data['map_layer']['gpu']}",
