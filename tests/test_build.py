@@ -184,3 +184,23 @@ def test_thread_limit_from_the_environment():
             assert done.stdout.strip() == want
         else:
             assert int(done.stdout) >= 1
+
+
+def test_a_run_that_ran_nothing_is_told_from_one_that_passed(tmp_path):
+    """scripts/check_ran.py, which stands between a Mac without Metal and a green check."""
+    report = tmp_path / "junit.xml"
+    for counts, least, wrong in (
+        ('tests="5" failures="0" errors="0" skipped="0"', "5", ""),
+        ('tests="5" failures="0" errors="0" skipped="0"', "6", "only 5 tests ran"),
+        ('tests="0" failures="0" errors="0" skipped="0"', "1", "only 0 tests ran"),
+        ('tests="5" failures="0" errors="0" skipped="1"', "1", "were skipped"),
+        ('tests="5" failures="1" errors="0" skipped="0"', "1", "1 of 5 tests failed"),
+        ('tests="5" failures="0" errors="2" skipped="0"', "1", "2 of 5 tests failed"),
+    ):
+        report.write_text(f"<testsuites><testsuite {counts}/></testsuites>")
+        done = subprocess.run(
+            [sys.executable, ROOT / "scripts" / "check_ran.py", report, least],
+            capture_output=True,
+            text=True,
+        )
+        assert bool(done.returncode) == bool(wrong) and wrong in done.stderr
