@@ -509,6 +509,18 @@ def test_tokens_that_a_cache_does_not_hold_are_forgotten(bench):
     assert bench.look_up("large", [*IDS, 1, 2, 3]) == len(IDS)
 
 
+def test_a_quantised_cache_is_a_donor(bench):
+    """As ``--kv-bits`` leaves it."""
+    cache = [
+        entry.to_quantized(group_size=32, bits=8)
+        for entry in prefill(bench.pair["large"].model, IDS)
+    ]
+    tokens = RequestTokens(IDS, Origin(decided=True))
+    bench.store.insert_cache(bench.use("large"), tokens, cache)
+    _, origin = bench.read("small", [*IDS[:100], 1])
+    assert origin.mapped_tokens == 100
+
+
 def test_layers_of_different_lengths_are_cut_to_the_shortest(bench):
     cache = prefill(bench.pair["large"].model, IDS)
     cache[2].trim(5)

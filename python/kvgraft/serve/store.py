@@ -269,20 +269,15 @@ class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are 
         n, route = donor.found.n, donor.route
         geometry = self._geometry(model)
         source = donor.found.cache[: len(route.mapper.source.layers)]
-        mapped: list[Any] = graft_cache(
-            source, route.mapper, self._provider.model, target_geometry=geometry
-        )
         # What the target has read itself is exact, and costs nothing more.
-        native: list[Any] = [] if own is None else own.cache[: len(mapped)]
         n_native = 0 if own is None else own.n
+        head = None if own is None else own.cache[: len(geometry.layers)]
         if route.head > n_native:
-            n_native = min(route.head, n)
-            native = prefill(self._provider.model, list(tokens[:n_native]))
-        joined = _with_head(native, mapped, n_native, geometry) if n_native else None
-        if joined is None:
-            n_native = 0
-        else:
-            mapped = joined
+            n_native = min(route.head, n - 1)
+            head = prefill(self._provider.model, list(tokens[:n_native])) if n_native else None
+        mapped: list[Any] = graft_cache(
+            source, route.mapper, self._provider.model, target_geometry=geometry, head=head
+        )
         if self._provider.draft_model is not None:
             # It may be approximate, but then it would be wrong more often; it is small.
             mapped += prefill(self._provider.draft_model, list(tokens[:n]))
@@ -386,26 +381,3 @@ def _cut(found: _Found, n: int) -> _Found | None:
     if found.n <= n:
         return found
     return _Found(found.cache, n) if _cut_entries(found.cache, n) else None
-
-
-def _with_head(
-    native: list[Any], mapped: list[Any], n: int, geometry: ModelGeometry
-) -> list[Any] | None:
-    """A mapped cache with its first ``n`` tokens taken from a native one.
-
-    ``None`` if a layer of either does not hold all of its tokens any more.
-    """
-    import mlx.core as mx
-
-    head = caches.read_cache(native, geometry)
-    rest = caches.read_cache(mapped, geometry)
-    if not (head.is_whole and rest.is_whole):
-        return None
-
-    def join(a: mx.array, b: mx.array) -> mx.array:
-        return mx.concatenate([a[..., :n, :], b[..., n:, :]], axis=-2)
-
-    layers = [
-        (join(a[0], b[0]), join(a[1], b[1])) for a, b in zip(head.layers, rest.layers, strict=True)
-    ]
-    return caches.build_cache(geometry, layers, provenance=caches.provenance_of(mapped))
