@@ -22,6 +22,8 @@ CONFIG = FitConfig(
 ARGUMENTS = (
     "--sequences 9 --seq-len 48 --stride 1 --k 1 --plan local --weights float32 --lambda 1"
 ).split()
+# What the script mlx.launch does, wherever it was installed.
+LAUNCH = [sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +37,8 @@ def folder(tmp_path_factory):
 
 
 def launch(folder: Path, out: Path, *extra: str) -> subprocess.CompletedProcess[str]:
-    launcher = Path(sys.executable).with_name("mlx.launch")
     port = str(20000 + os.getpid() % 20000)  # other tests may run beside this one
-    command = [launcher, "-n", "2", "--backend", "ring", "-p", port, "--", sys.executable, "-m"]
+    command = [*LAUNCH, "-n", "2", "--backend", "ring", "-p", port, "--", sys.executable, "-m"]
     command += ["kvgraft.cli", "fit", "--source", folder / "source", "--target", folder / "target"]
     command += ["--out", out, *ARGUMENTS, *extra]
     return subprocess.run(
@@ -70,9 +71,8 @@ def test_disagreement_is_refused(folder, tmp_path):
         f'{tmp_path}/$MLX_RANK.txt\nexec "$@" --text {tmp_path}/$MLX_RANK.txt\n'
     )
     script.chmod(0o755)
-    launcher = Path(sys.executable).with_name("mlx.launch")
     port = str(20001 + os.getpid() % 20000)
-    command = [launcher, "-n", "2", "--backend", "ring", "-p", port, "--", script, sys.executable]
+    command = [*LAUNCH, "-n", "2", "--backend", "ring", "-p", port, "--", script, sys.executable]
     command += ["-m", "kvgraft.cli", "fit", "--source", folder / "source"]
     command += ["--target", folder / "target", "--out", tmp_path / "out", *ARGUMENTS]
     done = subprocess.run(
