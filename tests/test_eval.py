@@ -220,7 +220,8 @@ def test_the_command_stores_verdict_policy_and_numbers(evaluated):
     assert nll[arms.NATIVE] < nll[arms.MAPPED] < nll[arms.WRONG] < nll[arms.RANDOM]
     assert nll[arms.MAPPED] < nll[arms.NONE]
     assert quality["agreement"] > 0.7 and quality["attention_cosine"] > 0.9
-    assert 0.5 < quality["r2"]["values"] < quality["r2"]["keys"] < 1
+    # Tuning trades R² for what the target makes of the cache.
+    assert 0.4 < quality["r2"]["values"] < 1 and 0.3 < quality["r2"]["keys"] < 1
     assert "no document shares" in quality["text"]["disjoint"]
     assert quality["break_even_tokens"].keys() == {"warm", "cold"}
     card = (path / "README.md").read_text()
