@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fits the mapper that ships with the demo pair, on the bundled calibration text, and
-# tunes it on what the target predicts. Run it after `python -m demo_pair.export models`,
-# with kvgraft installed.
+# Fits the mapper that ships with the demo pair on the bundled calibration text, tunes it
+# on what the target predicts, and evaluates it. Run it after
+# `python -m demo_pair.export models`, with kvgraft installed.
 set -euo pipefail
 demo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../python/kvgraft/demo" && pwd)
 fitted=$(mktemp -d)
@@ -12,3 +12,4 @@ kvgraft fit \
   --out "$fitted/mapper" --k all --plan full --sequences 300 --seq-len 512 --stride 1 "$@"
 cd "$demo/../../../scripts"
 python -m demo_pair.tune_mapper --mapper "$fitted/mapper" --out "$demo/mapper"
+"$demo/../../../scripts/demo_pair/evaluate_mapper.sh"

@@ -22,6 +22,9 @@ __all__ = ["HeldoutText", "read_heldout"]
 END_OF_TEXT = "<|endoftext|>"
 """Stands before each document in a plain-text file that holds several."""
 
+_MOST_SEQUENCES = 20_000
+"""Calibration text is compared up to this many sequences: forty times the paper's."""
+
 _PLAIN = ("", ".txt", ".md", ".text", ".py")
 
 
@@ -175,13 +178,9 @@ def _check_disjoint(
     known = overlap.decode(text.get("fingerprints"))
     how = "fingerprints in the artifact"
     if known is None and calibration:
-        used = int(text.get("sequences", 0)) + int(text.get("heldout_sequences", 0))
-        read = read_text(
-            list(calibration),
-            tokenizer,
-            sequences=used or 500,
-            seq_len=int(text.get("seq_len", 1024)),
-        )
+        # All of it, not only what the fit says that it used: tuning may have read on.
+        seq_len = int(text.get("seq_len", 1024))
+        read = read_text(list(calibration), tokenizer, sequences=_MOST_SEQUENCES, seq_len=seq_len)
         known = overlap.fingerprints(read.tokens)
         how = "fingerprints of the calibration text given"
     if known is None:
