@@ -115,11 +115,32 @@ def test_models_of_another_pair_are_refused(folder):
         measure(mapper, folder / "deeper", folder / "model", [folder / "text.txt"], SMALL)
 
 
+def test_a_mapper_that_leaves_out_layers_is_refused(folder):
+    mapper = identity(folder / "model")
+    del mapper.layers[1]
+    with pytest.raises(EvaluationError, match=r"does not produce target layers \[1\]"):
+        measure(mapper, folder / "model", folder / "model", [folder / "text.txt"], SMALL)
+
+
 def test_shapes_that_differ_have_no_raw_arm(folder):
     a, b = (read_geometry(load_model(folder / n).model) for n in ("model", "deeper"))
     assert arms.raw_layers(a, b) == [0, 0, 1] and arms.raw_layers(b, a) == [0, 2]
     wide = replace(a, layers=(replace(a.layers[0], key_dim=32),) * 2)
     assert arms.raw_layers(wide, a) is None
+
+
+def test_sliding_layers_are_evaluated_within_their_window(folder, tmp_path):
+    model = save_model(tmp_path / "sliding", model_type="gemma3_text", sliding_window=400,
+                       num_hidden_layers=2, sliding_window_pattern=2)  # fmt: skip
+    mapper = identity(model)
+    assert [layer.window for layer in mapper.target.layers] == [400, None]
+    config = replace(SMALL, needle_depths=(0.5,))
+    results = summarise(mapper, measure(mapper, model, model, [folder / "text.txt"], config))
+    for name in (arms.MAPPED, arms.with_ends(4, 6), arms.RAW):
+        assert results["arms"][name]["gap"] == pytest.approx([0, 0, 0], abs=1e-3)
+    assert results["attention_cosine"]["min"] == pytest.approx(1, abs=1e-3)
+    with pytest.raises(EvaluationError, match="last 400 tokens"):
+        measure(mapper, model, model, [folder / "text.txt"], replace(config, prefix=380))
 
 
 def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch):

@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
             )
     print(
         "R2 does not tell how well the target goes on from a mapped cache. Measure it:\n"
-        f"  kvgraft demo --source {args.source} --target {args.target} --mapper {args.out}"
+        f"  kvgraft eval {args.out} --source {args.source} --target {args.target} --text HELDOUT.txt"
     )
     return 0
 

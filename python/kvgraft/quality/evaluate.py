@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvgraft import artifact, caches
-from kvgraft.errors import CacheError
+from kvgraft.errors import CacheError, EvaluationError
 from kvgraft.formats import atomic
 from kvgraft.formats.config import to_config
 from kvgraft.geometry import ModelGeometry
@@ -53,6 +53,7 @@ KEEP_BYTES = 2_000_000_000
 
 SWITCHES = ("before the answer", "mid-context")
 _MID = 0.75
+_QUESTION = 64  # tokens that a needle's question and answer may take
 _TIMED_HEADS = 3
 
 
@@ -120,11 +121,11 @@ def measure(
         progress: Called with (steps done, steps in all).
 
     Raises:
-        EvaluationError: If the text is too short or was fitted on, or the folder
-            belongs to another evaluation.
+        EvaluationError: If the text is too short, was fitted on, or is longer than
+            a sliding layer's window, the mapper leaves out target layers, or the
+            folder belongs to another evaluation.
         PairMismatchError: If the mapper is for other models.
         TokenizerMismatchError: If the models do not share a tokenizer.
-        GeometryError: If their caches can't be handed over.
     """
     cfg = EvalConfig() if config is None else config
     sides = _Side(source, cfg.dtype), _Side(target, cfg.dtype)
@@ -133,8 +134,8 @@ def measure(
     artifact.check_pair(mapper, source_model=identities[0], target_model=identities[1])
     check_tokenizers(first.tokenizer, second.tokenizer)
     tokenizer = first.tokenizer
-    caches.check_mappable(mapper.source, "source")
-    caches.check_mappable(mapper.target, "target")
+    _check_complete(mapper)
+    _check_windows(mapper, cfg)
     heldout = read_heldout(
         text,
         tokenizer,
@@ -165,6 +166,32 @@ def measure(
         run = _Run(mapper, None if path is None else Path(path), heldout, tasks, cfg, folder, clock)
         run.read_with(sides[0])
         return run.finish_with(sides[1], tokenizer, identities, notes)
+
+
+def _check_complete(mapper: Mapper) -> None:
+    absent = set(range(len(mapper.target.layers))) - {m.target_layer for m in mapper.layers}
+    if absent:
+        raise EvaluationError(
+            f"This mapper does not produce target layers {sorted(absent)}, so the target cannot go "
+            "on from its caches alone. Fit a whole one."
+        )
+
+
+def _check_windows(mapper: Mapper, config: EvalConfig) -> None:
+    """Refuse texts that a sliding layer would forget the start of.
+
+    Every arm compares all tokens of the prefix; beyond the window they are gone
+    from the source's cache and from the target's own.
+    """
+    longest = max(config.prefix + config.scored, *config.needle_lengths, *config.speed_lengths, 0)
+    for who, geometry in (("source", mapper.source), ("target", mapper.target)):
+        windows = [layer.window for layer in geometry.layers if layer.window is not None]
+        if windows and longest + _QUESTION > min(windows):
+            raise EvaluationError(
+                f"The {who} {geometry.model_type} has layers that see the last {min(windows)} "
+                f"tokens only; this evaluation needs {longest + _QUESTION}. Use a shorter "
+                "--prefix, --scored, --needle-lengths and --speed-lengths."
+            )
 
 
 class _Clock:
