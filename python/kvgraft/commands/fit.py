@@ -176,7 +176,8 @@ def run(args: argparse.Namespace) -> int:
             )
     print(
         "R2 does not tell how well the target goes on from a mapped cache. Measure it:\n"
-        f"  kvgraft eval {args.out} --source {args.source} --target {args.target} --text HELDOUT.txt"
+        f"  kvgraft eval {args.out} --source {args.source} --target {args.target} "
+        "--text HELDOUT.txt"
     )
     return 0
 
