@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mappers
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 import zoo
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
+    BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
     KVCache,
@@ -27,6 +30,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
+from test_models import tokenizer
 
 from kvgraft.caches import Provenance, is_mapped, mark, provenance_of, read_cache
 from kvgraft.cli import main
@@ -43,8 +47,10 @@ from kvgraft.errors import (
 )
 from kvgraft.file_transfer import prompt_tokens, transfer_file
 from kvgraft.handoff import graft_cache, prefill
-from kvgraft.mapper import Mapper
+from kvgraft.held import Held
+from kvgraft.mapper import LayerMap, Mapper
 from kvgraft.models import load_model
+from kvgraft.probe import read_geometry
 from kvgraft.prompt_files import is_prompt_file, read_prompt_file, write_prompt_file
 
 H, D = 2, 64
@@ -91,8 +97,9 @@ def file_031(path: Path, cache: list[Any], metadata: dict[str, str]) -> None:
     def state(c: Any) -> Any:
         if isinstance(c, CacheList):
             return [state(inner) for inner in c.caches]
-        if isinstance(c, BatchKVCache):
-            return c.keys[..., : c._idx, :], c.values[..., : c._idx, :], c.offset, c.left_padding
+        if isinstance(c, (BatchKVCache, BatchRotatingKVCache)):
+            n = getattr(c, "_offset", c._idx)
+            return c.keys[..., :n, :], c.values[..., :n, :], c.offset, c.left_padding
         return c.keys_and_values() if hasattr(c, "keys_and_values") else c.state
 
     def info(c: Any) -> Any:
@@ -100,6 +107,8 @@ def file_031(path: Path, cache: list[Any], metadata: dict[str, str]) -> None:
             return [type(i).__name__ for i in c.caches], [info(i) for i in c.caches]
         if isinstance(c, RotatingKVCache):
             return tuple(map(str, (c.keep, c.max_size, c.offset, c._idx)))
+        if isinstance(c, BatchRotatingKVCache):
+            return tuple(map(str, (c.max_size, c._offset, c._idx, c.rotated)))
         if hasattr(c, "bits"):
             return tuple(map(str, (c.offset, c.group_size, c.bits)))
         return ""
@@ -118,6 +127,9 @@ def file_032(path: Path, cache: list[Any], metadata: dict[str, str]) -> None:
             return [(state(inner), type(inner).__name__) for inner in c.caches]
         if isinstance(c, BatchKVCache):
             return c.keys, c.values, c.offset, c.left_padding, c._idx
+        if isinstance(c, BatchRotatingKVCache):
+            counters = (c.max_size, c._offset, c._idx, c.rotated)
+            return c.keys, c.values, c.offset, c.left_padding, *counters
         if isinstance(c, RotatingKVCache):
             return c.keys, c.values, c.offset, c.keep, c.max_size, c._idx
         if hasattr(c, "bits"):
@@ -185,6 +197,8 @@ def test_both_layouts_are_read(kind: str, layout: str, tmp_path: Path) -> None:
     assert found.tokens is None and found.provenance is None
     assert [type(c) for c in found.cache] == [type(c) for c in cache]
     same_cache(found.cache, cache)
+    if kind == "plain":  # the buffer behind is left out
+        assert found.cache[0].keys.shape[2] == found.cache[0].offset == 5
 
 
 @pytest.mark.parametrize("layout", list(WRITERS))
@@ -200,6 +214,39 @@ def test_a_batch_in_a_file_is_read_by_row(layout: str, tmp_path: Path) -> None:
     for i, n in enumerate((4, 8)):
         got, want = read_cache(found, row=i), read_cache([batch], row=i)
         assert got.offset == n and mx.array_equal(got.keys[0], want.keys[0])
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+@pytest.mark.parametrize("layout", list(WRITERS))
+def test_a_batch_of_rings_in_a_file_is_read_by_row(layout: str, steps: int, tmp_path: Path) -> None:
+    rings = []
+    for n in (3, 20):
+        ring = RotatingKVCache(max_size=8)
+        ring.update_and_fetch(rows(n, n), -rows(n, n))
+        rings.append(ring)
+    batch = RotatingKVCache.merge(rings)
+    for i in range(steps):
+        x = mx.concatenate([rows(1, 100 + i), rows(1, 200 + i)])
+        batch.update_and_fetch(x, -x)
+        for j, ring in enumerate(rings):
+            ring.update_and_fetch(x[j : j + 1], -x[j : j + 1])
+    save = [batch]
+    said = {"model": "m", "tokenizer_config": "{}"}
+    WRITERS[layout](tmp_path / "b.safetensors", save, said)
+    if layout == INSTALLED:
+        save_prompt_cache(str(tmp_path / "theirs.safetensors"), save, said)
+        ours, theirs = content(tmp_path / "b.safetensors"), content(tmp_path / "theirs.safetensors")
+        assert ours[1] == theirs[1]
+        assert all(mx.array_equal(ours[0][k], theirs[0][k]) for k in theirs[0])
+    found = read_prompt_file(tmp_path / "b.safetensors").cache
+    for i, ring in enumerate(rings):
+        got, want = read_cache(found, row=i), read_cache([ring])
+        assert got.offset == want.offset
+        part = got.held[0] & want.held[0]
+        assert part.covers(Held.last(got.offset, 8))
+        for name in ("keys", "values"):
+            a, b = getattr(got, name)[0], getattr(want, name)[0]
+            assert mx.array_equal(got.held[0].take(part, a), want.held[0].take(part, b))
 
 
 @pytest.mark.parametrize("layout", list(WRITERS))
@@ -565,6 +612,85 @@ def test_a_quantised_file_goes_in_and_out(
         read_cache(read_prompt_file(out).cache).keys, read_cache(plain).keys, strict=True
     ):
         assert mx.abs(a - b).mean() < 0.03 * mx.abs(b).mean()
+
+
+def test_tokens_trimmed_from_the_source_do_not_come_through(
+    prompt_file: Path, pair: dict[str, Any], tmp_path: Path
+) -> None:
+    # mlx-lm 0.32 saves them with the source's file.
+    given = read_prompt_file(prompt_file)
+    ids = ids_of(pair, prompt_file)
+    cache = prefill(pair["large"].model, ids)
+    trim_prompt_cache(cache, 9)
+    source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_prompt_cache(str(source), cache, given.metadata)
+    done = transfer_file(source, out, pair["mapper"], SMALL)
+    n = len(ids) - 9
+    assert done.n_tokens == n
+    assert all(x.shape[2] == n for x in content(out)[0].values() if x.ndim == 4)
+    want = graft_cache(
+        prefill(pair["large"].model, ids), pair["mapper"], pair["small"].model, n_tokens=n
+    )
+    same_cache(read_prompt_file(out).cache, want)
+
+
+def save_sliding(folder: Path, layer_types: list[str], seed: int) -> Path:
+    """A tiny model with sliding layers and a tokenizer, as mlx_lm.convert would write it."""
+    config = {
+        **zoo.BASE, "model_type": "llama", "vocab_size": 300, "layer_types": layer_types,
+        "num_hidden_layers": len(layer_types),
+    }  # fmt: skip
+    model = zoo.make(zoo.Tiny("llama", config), seed=seed)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_sliding_and_limited_caches_go_through_mlx_lms_programs(tmp_path: Path) -> None:
+    full, sliding = "full_attention", "sliding_attention"
+    a = save_sliding(tmp_path / "a", [full, sliding, full], 1)
+    b = save_sliding(tmp_path / "b", [sliding, full], 2)
+    source, target = load_model(a), load_model(b)
+    layers = []
+    for t, s in ((0, 1), (1, 2)):
+        part = mappers.linear(
+            np.random.default_rng(t), read_geometry(source.model), "key", [s], 2, 16
+        )
+        layers.append(LayerMap(t, part, part))
+    mapper = Mapper(
+        read_geometry(source.model), read_geometry(target.model), layers,
+        source_model=source.identity(), target_model=target.identity(),
+    )  # fmt: skip
+    mapper.save(tmp_path / "mapper")
+    cached, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    prompt = "the one on the bench in the sun"  # longer than the window
+    done = run(
+        "mlx_lm", "cache_prompt", "--model", str(a), "--prompt", prompt,
+        "--prompt-cache-file", str(cached),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    done = run(
+        "kvgraft.cli", "transfer", str(cached), str(out), "--mapper", str(tmp_path / "mapper"),
+        "--target", str(b),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = run(
+        "mlx_lm", "generate", "--prompt-cache-file", str(out), "--prompt", "the", "--max-tokens",
+        "12", "--verbose", "F",
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    ids = target.tokenizer.encode(prompt)
+    assert len(ids) > zoo.WINDOW
+    made = read_prompt_file(out).cache
+    assert [type(c) for c in made] == [RotatingKVCache, KVCache]
+    assert [c.keys.shape[2] for c in made] == [zoo.WINDOW, len(ids)]
+    cache = graft_cache(prefill(source.model, ids), mapper, target.model)
+    rest = target.tokenizer.encode("the")
+    want = mlx_lm.generate(target.model, target.tokenizer, rest, max_tokens=12, prompt_cache=cache)
+    assert said.stdout.strip() == want.strip()
 
 
 def test_files_of_another_model_are_refused(
