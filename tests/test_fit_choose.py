@@ -178,19 +178,39 @@ def test_unequal_heads_compare_grouped_and_full(folder):
     assert mapper.layers[0].keys.weight.dtype == mx.float32
 
 
-def test_sliding_windows_fall_back_with_a_note(folder, tmp_path):
-    save_model(
-        tmp_path / "sliding",
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory):
+    return save_model(
+        tmp_path_factory.mktemp("sliding") / "sliding",
         model_type="llama",
-        layer_types=["full_attention", "sliding_attention"],
+        num_hidden_layers=4,
+        layer_types=["full_attention", "sliding_attention"] * 2,
         sliding_window=8,
     )
+
+
+@pytest.mark.parametrize("direction", ["from", "to"])
+def test_choosing_for_sliding_windows(folder, sliding, direction):
+    # The prefix is longer than the window, and the mapped cache goes on.
+    pair = load_model(sliding), load_model(folder / "source")
+    source, target = pair if direction == "from" else pair[::-1]
+    mapper = fit_mapper(source, target, folder / "text.txt", AUTO)
+    trials = mapper.fit["choice"]["trials"]
+    assert trials and all(np.isfinite(t["nll"]) for t in trials)
+    tokens = [int(t) for t in np.random.default_rng(0).integers(0, 250, 40)]
+    cache = prefill(source.model, tokens[:30], step=7)
+    mapped = graft_cache(cache, mapper, target.model)
+    assert mx.isfinite(target.model(mx.array([tokens[30:]]), cache=mapped)).all()
+
+
+def test_tuning_leaves_sliding_windows_alone(folder, sliding):
     notes = []
+    config = replace(AUTO, k=1, plan="full", tune_steps=2)
     mapper = fit_mapper(
-        tmp_path / "sliding", folder / "source", folder / "text.txt", AUTO, notify=notes.append
+        sliding, folder / "source", folder / "text.txt", config, notify=notes.append
     )
-    assert mapper.fit["plan"] == "full" and "choice" not in mapper.fit
-    assert any("sliding windows" in note for note in notes)
+    assert "tuning" not in mapper.fit
+    assert any("the closed form stays" in note for note in notes)
 
 
 def test_moments_alone_cannot_choose():

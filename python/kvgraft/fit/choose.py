@@ -148,7 +148,8 @@ def read_documents(
         raise FitError(f"A prefix of {prefix} leaves nothing to score of {tokens.shape[1]} tokens.")
     source, losses = [], []
     for row in tokens:
-        cache = prefill(model, row[: prefix - 1].tolist())
+        # In one call, after which sliding layers still hold all of it.
+        cache = prefill(model, row[: prefix - 1].tolist(), step=prefix)
         snapshot = caches.read_cache(cache)
         # Copies: scoring the source on its own writes into its buffers.
         kept = {i: (mx.contiguous(k), mx.contiguous(v)) for i, (k, v) in enumerate(snapshot.layers)}

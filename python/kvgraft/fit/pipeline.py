@@ -411,18 +411,12 @@ class _LastStage:
         """The mapper that the config asks for."""
         if not self.config.needs_models:
             return moments.solve(progress=self.clock.rest())
-        if self.documents is None:
-            config = replace(self.config, k=_settled(self.config.k, 8), plan=self._plan())
-            self.tell(
-                "The caches of this pair cannot be handed over yet (sliding windows), so nothing "
-                f"can be chosen or tuned by loss; taking k={config.k} and plan '{config.plan}'."
-            )
-            return moments.solve(config, progress=self.clock.rest())
+        assert self.documents is not None
         if self.config.is_auto:
             mapper = self._choose(moments, self.documents)
         else:
             mapper = moments.solve(progress=self.clock.rest())
-        if not self.config.tune_steps:
+        if not self.config.tune_steps or not self._can_tune():
             return mapper
         tuned = self._tune(mapper, self.documents)
         for layer in tuned.layers:
@@ -432,6 +426,15 @@ class _LastStage:
                 tuned.fit.pop(f"mean_r2_{kind}_unrounded", None)
         tuned.fit |= mean_scores(tuned.layers)
         return tuned
+
+    def _can_tune(self) -> bool:
+        try:
+            for side in self.sides:
+                check_mappable(side.geometry, side.who)
+        except GeometryError as error:
+            self.tell(f"{error} Tuning does not go through such layers; the closed form stays.")
+            return False
+        return True
 
     def _choose(self, moments: GatheredMoments, documents: Documents) -> Mapper:
         source, target = (side.geometry for side in self.sides)
@@ -479,20 +482,11 @@ class _LastStage:
             self.tell("Tuning did not help on held-out text; the closed form stands.")
         return result.mapper
 
-    def _plan(self) -> str:
-        if self.config.plan != "auto":
-            return self.config.plan
-        return "local" if self.plan.structure == "heads" else "full"
-
     def _fits(self, config: FitConfig) -> bool:
         limit = self.config.memory_limit
         source, target = (side.geometry for side in self.sides)
         needed = solve_bytes(source, target, config) - self.plan.solve_bytes
         return limit is None or self.plan.peak_bytes + max(0, needed) <= limit
-
-
-def _settled(k: int | str, default: int) -> int | str:
-    return default if k == "auto" else k
 
 
 def _check_request(
@@ -699,13 +693,8 @@ class _Gatherer:
     def _prefix(self) -> int:
         return self._config.prefix or min(768, self._text.seq_len * 3 // 4)
 
-    def _read_documents(self) -> Documents | None:
-        """Held-out text as the source caches it; ``None`` where it cannot be handed over."""
-        try:
-            for side in self._sides:
-                check_mappable(side.geometry, side.who)
-        except GeometryError:
-            return None
+    def _read_documents(self) -> Documents:
+        """Held-out text as the source caches it."""
         if self._plan.sequential and self._config.tune_steps:
             # Afterwards the source is gone.
             wanted = self._config.tune_steps * self._config.tune_batch
