@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,7 @@ def serving(*options: str, paths: Any = None, min_gain: int = 16) -> Iterator[Ru
     finally:
         server.shutdown()
         thread.join(60)
-        assert not thread.is_alive()
+        assert not thread.is_alive() and len(server.store) == 0
 
 
 def greedy(loaded: LoadedModel, ids: list[int], cache: Any = None) -> str:
@@ -207,13 +208,12 @@ def test_concurrent_conversations_are_not_mixed(folders, pair):
     with serving("--model", folders["large"], "--prompt-cache-size", "40") as running:
 
         def talk(opening: str) -> tuple[str, str, Any]:
+            # Nobody waits for the others: requests for both models come mixed.
             first, _ = running.complete(folders["large"], opening)
-            barrier.wait(60)
             prompt = opening + first + " And then"
             second, usage = running.complete(folders["small"], prompt)
             return prompt, second, usage
 
-        barrier = threading.Barrier(len(openings))
         with ThreadPoolExecutor(len(openings)) as pool:
             answers = list(pool.map(talk, openings))
     for opening, (prompt, second, usage) in zip(openings, answers, strict=True):
@@ -466,6 +466,18 @@ def test_a_mapped_cache_is_no_donor(pair, folders, back):
     bench.read("small", other)
     _, origin = bench.read("large", [*other, 7])
     assert origin.mapped_tokens == len(other) and origin.source == "small"
+
+
+def test_a_mapper_reads_no_other_models_caches(pair, folders, back, tmp_path):
+    """Not even one of the same geometry and tokenizer, which would go unnoticed."""
+    there = Mapper.load(bundled("mapper"))
+    assert there.source_model is not None
+    third = replace(there.source_model, config_sha256="f" * 64)
+    routes, _ = load_routes([altered(tmp_path, source_model=third), back])
+    bench = Bench(pair, folders, routes=routes)
+    bench.read("large", IDS)
+    fetched, origin = bench.read("small", [*IDS, 1])
+    assert fetched is None and origin.native
 
 
 def test_only_the_common_prefix_is_taken(bench):

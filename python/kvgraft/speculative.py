@@ -317,10 +317,9 @@ def measure(
     # Once before the clock starts: kernels are compiled, files get into memory.
     _decode_plain(rest, target, prefill(target, ids[:8]), 2)
     draft_cache(prefill(target, ids[:8]), mapper, draft)
-    plain, gaps = _decode_plain(rest, target, prefill(target, ids), max_tokens)
     own = prefill(target, ids)
     start = time.perf_counter()
-    _decode_plain(rest, target, own, max_tokens, gaps=False)
+    plain, logprobs = _decode_plain(rest, target, own, max_tokens)
     arms = {"plain": Arm("plain", tuple(plain), 0.0, time.perf_counter() - start, float("nan"))}
 
     def prefilled(cache: list[Any]) -> list[Any]:
@@ -350,26 +349,24 @@ def measure(
             prepared - start,
             done - prepared,
             acceptance([proposal for _, proposal in out], num_draft_tokens),
-            None if at is None else (at, gaps[at]),
+            None if at is None else (at, _lead(logprobs[at])),
         )
     return Measurement(len(ids), len(rest), num_draft_tokens, arms)
 
 
 def _decode_plain(
-    prompt: Sequence[int],
-    target: Module,
-    cache: list[Any],
-    max_tokens: int,
-    *,
-    gaps: bool = True,
-) -> tuple[list[int], list[float]]:
-    """Greedy tokens and, for each, how far ahead of the second best it was."""
-    tokens, ahead = [], []
-    for token, logprobs in generate_step(
-        mx.array(list(prompt)), target, max_tokens=max_tokens, prompt_cache=cache
-    ):
+    prompt: Sequence[int], target: Module, cache: list[Any], max_tokens: int
+) -> tuple[list[int], list[mx.array]]:
+    """Greedy tokens, and the log probabilities that each was chosen from."""
+    steps = generate_step(mx.array(list(prompt)), target, max_tokens=max_tokens, prompt_cache=cache)
+    tokens, logprobs = [], []
+    for token, out in steps:
         tokens.append(int(token))
-        if gaps:
-            two = np.array(mx.topk(logprobs.astype(mx.float32), 2))
-            ahead.append(float(two.max() - two.min()))
-    return tokens, ahead
+        logprobs.append(out)
+    return tokens, logprobs
+
+
+def _lead(logprobs: mx.array) -> float:
+    """How far the best token is ahead of the second best."""
+    two = np.array(mx.topk(logprobs.astype(mx.float32), 2))
+    return float(two.max() - two.min())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,6 @@ from kvgraft.mapper import Mapper
 from kvgraft.models import ModelIdentity
 
 __all__ = ["DO_NOT_SHIP", "Route", "RouteTable", "load_routes", "same_model"]
-
-# Not the functions of the module: those would set up logging before mlx-lm does.
-_log = logging.getLogger("kvgraft.serve")
 
 DO_NOT_SHIP = "do not ship"
 """The verdict in ``mapper.quality`` of a mapper that is not worth using."""
@@ -135,8 +131,6 @@ def _open(path: str | os.PathLike[str]) -> Route:
     verdict = mapper.quality.get("verdict")
     if verdict is None:
         verdict = "not evaluated"
-    if verdict != "ship":
-        _log.warning("%s: %s", mapper.describe(), verdict)
     policy = mapper.quality.get("policy", {})
     if not isinstance(policy, Mapping):
         raise FormatError(f"{os.fspath(path)}: the policy {policy!r} is not a mapping.")

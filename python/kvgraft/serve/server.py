@@ -45,6 +45,7 @@ def check_hooks() -> None:
         "APIHandler.completion_usage_response": ("prompt_token_count", "prompt_cache_count"),
         "LRUPromptCache.__init__": ("max_size", "max_bytes"),
         "LRUPromptCache.fetch_nearest_cache": ("model", "tokens"),
+        "LRUPromptCache.trim_to": ("n_sequences",),
         "LRUPromptCache.insert_cache": ("model", "tokens", "prompt_cache", "cache_type"),
         "_run_http_server": ("host", "port", "response_generator", "server_class",
                              "handler_class"),
@@ -202,15 +203,18 @@ def terminate_as_interrupt() -> Iterator[None]:
 class _ResponseGenerator(_upstream.ResponseGenerator):  # type: ignore[misc]  # untyped
     """Ties an origin to each request's token ids."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, provider: Any, store: GraftingPromptCache) -> None:
         # Before the base class starts its thread.
         self._local = threading.local()
-        super().__init__(*args, **kwargs)
+        self._store = store
+        super().__init__(provider, store)
 
     def _generate(self) -> None:
         try:
             super()._generate()
         finally:
+            # The arrays go in the thread that made them, whoever still holds the store.
+            self._store.trim_to(n_sequences=0)
             # Otherwise MLX's own threads for them may abort the process when it ends.
             mx.clear_streams()
 

@@ -41,6 +41,7 @@ MIN_GAIN = 64
 Reading a few tokens natively costs about as much as a mapping and is exact.
 """
 
+# Not the functions of the module: those would set up logging before mlx-lm does.
 _log = logging.getLogger("kvgraft.serve")
 _Base: Any = mlx_cache.LRUPromptCache
 
