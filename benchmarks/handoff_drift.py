@@ -1,0 +1,149 @@
+"""Drift: what is left of a conversation after many hand-overs back and forth.
+
+    python -m benchmarks.handoff_drift [--hops N] [--documents N] [--json FILE]
+
+The bundled pair reads held-out documents. The large model reads the beginning;
+then the conversation goes to the other model again and again, and each reads
+(and is scored on) the next stretch. The same documents under four rules:
+
+    read again   the target reads everything at each hand-over
+    no limit     everything is mapped at each hand-over (max_mapped=None)
+    limit 1      rows that were mapped once are read again (max_mapped=1, the default)
+    kept caches  limit 1, and each model's own cache waits for it to come back
+
+The map up, which does not ship, is fitted first on the bundled calibration text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvgraft.caches import n_tokens, trim
+from kvgraft.demo.data import bundled, documents, windows
+from kvgraft.fit import FitConfig, TextSource, fit_mapper
+from kvgraft.handoff import GenerationState, ModelSlot, prefill, switch
+from kvgraft.mapper import Mapper
+from kvgraft.models import load_model
+from kvgraft.quality.nll import continuation_nll
+
+RULES: dict[str, dict[str, Any]] = {
+    "read again": {},
+    "no limit": {"max_mapped": None},
+    "limit 1": {"max_mapped": 1},
+    "kept caches": {"max_mapped": 1},
+}
+NAMES = ("large", "small")
+
+
+def conversation(
+    rule: str,
+    slots: Sequence[ModelSlot],
+    maps: Sequence[Mapper],
+    tokens: Sequence[int],
+    *,
+    prefix: int,
+    stretch: int,
+    hops: int,
+) -> dict[str, list[float]]:
+    """One document: per hand-over the loss after it, seconds, tokens read, wear."""
+    state = GenerationState.of(
+        slots[0], tokens[:prefix], prefill(slots[0].model, tokens[: prefix - 1])
+    )
+    parked: dict[int, tuple[list[Any], list[Any]]] = {}
+    out: dict[str, list[float]] = {"nll": [], "seconds": [], "read": [], "worst": []}
+    for hop in range(hops):
+        here, there = hop % 2, (hop + 1) % 2
+        kept = parked.pop(there, None)
+        start = time.perf_counter()
+        done = switch(
+            state,
+            slots[there],
+            None if rule == "read again" else maps[here],
+            keep_source=True,
+            own_cache=None if kept is None else kept[0],
+            own_spans=None if kept is None else kept[1],
+            **RULES[rule],
+        )
+        seconds = time.perf_counter() - start
+        if rule == "kept caches" and state.cache is not None:
+            parked[here] = (state.cache, state.spans)
+        n = len(state.tokens)
+        state = done.state
+        assert state.cache is not None
+        report = done.report
+        out["worst"].append(max(span.mapped for span in state.spans))
+        losses = continuation_nll(slots[there].model, state.cache, tokens[n - 1 : n + stretch])
+        out["nll"].append(float(np.mean(losses)))
+        out["seconds"].append(seconds)
+        out["read"].append(report.head - report.reused + report.tail)
+        state = GenerationState(
+            slots[there], list(tokens[: n + stretch]), state.cache, spans=state.spans
+        )
+        held = n_tokens(state.cache)
+        assert held in (n + stretch - 1, n + stretch)
+        trim(state.cache, n + stretch - 1)
+        state.settle()
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--hops", type=int, default=8)
+    parser.add_argument("--documents", type=int, default=12)
+    parser.add_argument("--prefix", type=int, default=256)
+    parser.add_argument("--stretch", type=int, default=32)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+
+    loaded = [load_model(bundled(f"models/{name}")) for name in NAMES]
+    for model in loaded:
+        model.model.set_dtype(mx.float32)
+    text = [TextSource(bundled(f"text/calibration_{part}.txt")) for part in ("stories", "novels")]
+    config = FitConfig(sequences=96, seq_len=256, stride=1, k=2)
+    up = fit_mapper(loaded[1], loaded[0], text, config)
+    maps = (Mapper.load(bundled("mapper")), up)
+    slots = [ModelSlot(model) for model in loaded]
+    length = args.prefix + args.hops * args.stretch + 1
+    chosen = [
+        window
+        for part in ("heldout_stories", "heldout_novels")
+        for window in windows(
+            documents(part), loaded[0].tokenizer, length, (args.documents + 1) // 2
+        )
+    ]
+    sizes = dict(prefix=args.prefix, stretch=args.stretch, hops=args.hops)
+    runs = {
+        rule: [conversation(rule, slots, maps, tokens, **sizes) for tokens in chosen]
+        for rule in RULES
+    }
+    native = np.array([run["nll"] for run in runs["read again"]])
+    print(f"{len(chosen)} documents of {length} tokens, {mx.default_device()}, float32")
+    print("rule         | hand-over          " + "".join(f"{i + 1:>9d}" for i in range(args.hops)))
+    for rule, found in runs.items():
+        arrays = {key: np.array([run[key] for run in found]) for key in found[0]}
+        gap = arrays["nll"] - native
+        error = gap.std(axis=0, ddof=1) / np.sqrt(len(chosen))
+        rows = {
+            "loss, nats/token": (arrays["nll"].mean(0), "9.3f"),
+            "more than native": (gap.mean(0), "+9.3f"),
+            "standard error": (error, "9.3f"),
+            "tokens read": (arrays["read"].mean(0), "9.0f"),
+            "mapped at most": (arrays["worst"].max(0), "9.0f"),
+            "seconds": (np.median(arrays["seconds"], axis=0), "9.3f"),
+        }
+        for name, (values, form) in rows.items():
+            print(f"{rule:12s} | {name:18s} " + "".join(format(v, form) for v in values))
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(runs, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
