@@ -1,6 +1,6 @@
 """Drift: what is left of a conversation after many hand-overs back and forth.
 
-    python -m benchmarks.handoff_drift [--hops N] [--documents N] [--json FILE]
+    python -m benchmarks.handoff_drift [--hops N] [--documents N] [--up FOLDER] [--json FILE]
 
 The bundled pair reads held-out documents. The large model reads the beginning;
 then the conversation goes to the other model again and again, and each reads
@@ -11,26 +11,30 @@ then the conversation goes to the other model again and again, and each reads
     limit 1      rows that were mapped once are read again (max_mapped=1, the default)
     kept caches  limit 1, and each model's own cache waits for it to come back
 
-The map up, which does not ship, is fitted first on the bundled calibration text.
+The map up, which does not ship, is fitted first on the bundled calibration text;
+with --up it is kept in a folder for the next time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from kvgraft import artifact
 from kvgraft.caches import n_tokens, trim
 from kvgraft.demo.data import bundled, documents, windows
 from kvgraft.fit import FitConfig, TextSource, fit_mapper
 from kvgraft.handoff import GenerationState, ModelSlot, prefill, switch
 from kvgraft.mapper import Mapper
-from kvgraft.models import load_model
+from kvgraft.models import LoadedModel, load_model
 from kvgraft.quality.nll import continuation_nll
 
 RULES: dict[str, dict[str, Any]] = {
@@ -93,21 +97,31 @@ def conversation(
     return out
 
 
+def upward(source: LoadedModel, target: LoadedModel, folder: Path | None) -> Mapper:
+    """The mapper from the small model to the large one."""
+    if folder is not None and folder.exists():
+        return Mapper.load(folder)
+    text = [TextSource(bundled(f"text/calibration_{part}.txt")) for part in ("stories", "novels")]
+    config = FitConfig(sequences=96, seq_len=256, stride=1, k=2)
+    mapper = fit_mapper(source, target, text, config)
+    return mapper if folder is None else Mapper.load(artifact.save(mapper, folder))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hops", type=int, default=8)
     parser.add_argument("--documents", type=int, default=12)
     parser.add_argument("--prefix", type=int, default=256)
     parser.add_argument("--stretch", type=int, default=32)
+    parser.add_argument("--up", type=Path)
     parser.add_argument("--json")
     args = parser.parse_args()
 
+    logging.getLogger("kvgraft.handoff").setLevel(logging.ERROR)  # reading again is a rule here
     loaded = [load_model(bundled(f"models/{name}")) for name in NAMES]
     for model in loaded:
         model.model.set_dtype(mx.float32)
-    text = [TextSource(bundled(f"text/calibration_{part}.txt")) for part in ("stories", "novels")]
-    config = FitConfig(sequences=96, seq_len=256, stride=1, k=2)
-    up = fit_mapper(loaded[1], loaded[0], text, config)
+    up = upward(loaded[1], loaded[0], args.up)
     maps = (Mapper.load(bundled("mapper")), up)
     slots = [ModelSlot(model) for model in loaded]
     length = args.prefix + args.hops * args.stretch + 1

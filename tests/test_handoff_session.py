@@ -6,13 +6,14 @@ from itertools import islice
 
 import mlx.core as mx
 import pytest
+from fit_problems import save_model
 from identity import identity_mapper
 from mlx_lm import stream_generate
 
 from kvgraft.caches import is_mapped
 from kvgraft.demo.data import bundled
 from kvgraft.errors import ArgumentError
-from kvgraft.handoff import MemoryBudget, ModelSlot, Session, Span
+from kvgraft.handoff import MemoryBudget, ModelSlot, Session, Span, memory_policy
 from kvgraft.mapper import Mapper
 from kvgraft.models import LoadedModel, load_model
 
@@ -193,8 +194,6 @@ def test_a_policy_moves_the_conversation(uninterrupted, exact):
 def test_pressure_sends_it_down():
     used = [10]
     budget = MemoryBudget(1 << 40, observe=lambda: used[0])
-    from kvgraft.handoff import memory_policy
-
     session = Session(pair(), {("large", "small"): mapper()}, budget=budget, policy=memory_policy())
     text = session.chat(FIRST, max_tokens=N)
     next(text)
@@ -202,6 +201,34 @@ def test_pressure_sends_it_down():
     used[0] = int(0.9 * (1 << 40))
     list(text)
     assert session.current == "small" and session.turns[0].switches[0].mapped > 0
+
+
+def test_room_brings_it_up():
+    used = [int(0.3 * (1 << 40))]
+    budget = MemoryBudget(1 << 40, observe=lambda: used[0])
+    session = Session(pair(), start="small", budget=budget, policy=memory_policy(hold=3))
+    say(session, FIRST, 8)
+    assert session.current == "large"
+    assert session.turns[0].switches[0].n_tokens == session.turns[0].n_prompt + 3
+
+
+def test_models_with_different_tokenizers(tmp_path):
+    """Position i means something else then: the text is read again, in other ids."""
+    folders = {
+        name: save_model(tmp_path / name, added=added)
+        for name, added in (("a", ["<x>"]), ("b", []))
+    }
+    slots = {name: ModelSlot(folder) for name, folder in folders.items()}
+    session = Session(slots, {("a", "b"): identity_mapper(slots["a"].model)})
+    pieces = []
+    for piece in session.chat("the river and the old house", max_tokens=10):
+        pieces.append(piece)
+        if len(pieces) == 4:
+            session.use("b")
+    report = session.turns[0].switches[0]
+    assert report.mapped == 0 and "different tokenizers" in report.reason
+    assert session.messages[-1]["content"] == "".join(pieces)
+    assert session.turns[0].generated == 10
 
 
 def test_a_model_that_cannot_be_loaded_is_not_gone_to(uninterrupted):

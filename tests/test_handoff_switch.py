@@ -226,6 +226,27 @@ def test_a_state_from_another_loop_may_hold_less_than_all_tokens():
         GenerationState.of(source, PROMPT[:3], prefill(source, PROMPT))
 
 
+def test_a_conversation_of_one_token():
+    net = model()
+    want = int(mx.argmax(net(mx.array([[5]]))[0, -1]))
+    state = GenerationState.of(net, [5], prefill(net, [5]))
+    done = switch(state, model(), identity_mapper(net))
+    assert "anyway" in done.report.reason
+    assert next(Generation(done.state)) == want
+
+
+def test_a_loop_of_ones_own_goes_on_from_cache_and_unread_tokens():
+    net = model()
+    want = plain(net, 6)
+    state = GenerationState.of(net, PROMPT, prefill(net, PROMPT[:-1]))
+    after = switch(state, model(), identity_mapper(net), tail=4).state
+    assert after.unread == PROMPT[-1:]
+    steps = generate_step(
+        mx.array(after.unread), after.slot.model, max_tokens=6, prompt_cache=after.cache
+    )
+    assert [int(token) for token, _ in steps] == want
+
+
 # ------------------------------------------------------------------------------- memory
 
 

@@ -20,6 +20,7 @@ from kvgraft.handoff.slot import ModelSlot, ModelSource
 from kvgraft.handoff.state import GenerationState, LogitsProcessor, Sampler, Span, cut
 from kvgraft.handoff.switch import SwitchReport, switch
 from kvgraft.mapper import Mapper
+from kvgraft.models import ModelIdentity
 
 __all__ = ["Session", "Turn"]
 
@@ -204,7 +205,6 @@ class Session:
         self.turns.append(turn)
         self.messages.append({"role": "user", "content": text})
         state = self._begin_turn()
-        tokenizer = state.slot.tokenizer
         before = state.n_cached
         if self._wanted not in (None, self._current):
             if read_first:
@@ -212,20 +212,22 @@ class Session:
                 reader.read()
                 state = reader.stop()
             state = self._move(state, turn)
-            before = turn.switches[-1].mapped + turn.switches[-1].reused if turn.switches else 0
+            if turn.switches:
+                # The other model's template and tokenizer count from here on.
+                self._show_messages(state)
+                before = turn.switches[-1].mapped + turn.switches[-1].reused
         turn.n_prompt = len(state.tokens)
         turn.skipped = min(before, turn.n_prompt - 1)
         turn.read = turn.n_prompt - turn.skipped
-        yield from self._reply(state, tokenizer, turn, max_tokens, started)
+        yield from self._reply(state, turn, max_tokens, started)
 
     def _reply(
-        self, state: GenerationState, tokenizer: Any, turn: Turn, max_tokens: int, started: float
+        self, state: GenerationState, turn: Turn, max_tokens: int, started: float
     ) -> Iterator[str]:
         pieces: list[str] = []
-        # One for the whole reply: a character may be spread over a switch.
-        detokenizer = tokenizer.detokenizer
-        detokenizer.reset()
-        stops = set(tokenizer.eos_token_ids)
+        identity = state.slot.identity
+        detokenizer = _detokenizer(state.slot)
+        stops = set(state.slot.tokenizer.eos_token_ids)
         run = self._run(state, turn, max_tokens)
         try:
             while (token := next(run, None)) is not None:
@@ -243,6 +245,14 @@ class Session:
                     turn.events += run.events
                     state = self._move(run.stop(), turn)
                     run = self._run(state, turn, max_tokens - turn.generated)
+                    stops = set(state.slot.tokenizer.eos_token_ids)
+                    if not _same_tokenizer(identity, state.slot.identity):
+                        # Else one for the whole reply: a character may be spread
+                        # over the switch.
+                        detokenizer.finalize()
+                        pieces.append(detokenizer.last_segment)
+                        yield pieces[-1]
+                        identity, detokenizer = state.slot.identity, _detokenizer(state.slot)
             detokenizer.finalize()
             pieces.append(detokenizer.last_segment)
             if pieces[-1]:
@@ -267,17 +277,19 @@ class Session:
         """The state with the new message in it, and what is cached of it."""
         slot = self._slots[self._current]
         slot.model  # noqa: B018 - the tokenizer comes with it
-        tokens = self._render(slot.tokenizer, slot.name)
-        state = self._state
-        if state is None:
-            state = GenerationState(slot, tokens, None, self._sampler, self._processors)
-        else:
-            # Templates may render an earlier reply otherwise than it was generated.
-            same = _common(state.tokens, tokens)
-            state.rewind(min(same, len(tokens) - 1))
-            state.tokens = tokens
-        self._state = state
-        return state
+        if self._state is None:
+            self._state = GenerationState(slot, [], None, self._sampler, self._processors)
+        self._show_messages(self._state)
+        return self._state
+
+    def _show_messages(self, state: GenerationState) -> None:
+        """Make the state's tokens those of the messages, and keep the cache that they share."""
+        tokens = self._render(state.slot.tokenizer, state.slot.name)
+        if not tokens:
+            raise ArgumentError("The conversation is empty: there is nothing to reply to.")
+        # Templates may render an earlier reply otherwise than it was generated.
+        state.rewind(min(_common(state.tokens, tokens), len(tokens) - 1))
+        state.tokens = tokens
 
     def _render(self, tokenizer: Any, name: str) -> list[int]:
         if tokenizer is None:
@@ -413,6 +425,16 @@ class Session:
             raise ArgumentError(
                 f"There is no model {name!r} in this session; there are {', '.join(self._slots)}."
             )
+
+
+def _detokenizer(slot: ModelSlot) -> Any:
+    detokenizer = slot.tokenizer.detokenizer
+    detokenizer.reset()
+    return detokenizer
+
+
+def _same_tokenizer(a: ModelIdentity | None, b: ModelIdentity | None) -> bool:
+    return a is None or b is None or a.tokenizer_sha256 == b.tokenizer_sha256
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

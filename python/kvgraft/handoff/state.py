@@ -142,6 +142,11 @@ class GenerationState:
         return 0 if self.cache is None else caches.n_tokens(self.cache)
 
     @property
+    def unread(self) -> list[int]:
+        """Tokens after the cache: the prompt for a loop of your own that gets the cache."""
+        return self.tokens[self.n_cached :]
+
+    @property
     def n_mapped(self) -> int:
         """Rows of the cache that were mapped rather than computed."""
         return sum(span.n_tokens for span in self.spans if span.mapped)
