@@ -14,10 +14,19 @@ from map_layer import DIRECTORY, SOURCE, run
 GEMM = "steel_gemm_fused_nn_float32_float32_bm64_bn64_bk16_wm2_wn2"
 
 
+# The one family in the library that calls simdgroup_load and simdgroup_store.
+DELTA = "gated_delta_fused_chunk_float_128_128_16_16_8"
+
+
 @pytest.fixture(scope="module")
-def apple():
-    kernels = air.functions(air.download(version("mlx")))
-    assert len(kernels) > 10_000
+def kernels():
+    found = air.functions(air.download(version("mlx")))
+    assert len(found) > 10_000
+    return found
+
+
+@pytest.fixture(scope="module")
+def apple(kernels):
     return air.AirLibrary(kernels[GEMM], GEMM)
 
 
@@ -64,3 +73,51 @@ def test_bit_for_bit(apple, tokens):
     assert (ours[0].astype(np.float32) == theirs).all()
     # So the comparison can fail: another order gives other bits.
     assert not (ours[0].astype(np.float32) == matmul(apple, x, w, 1)).all()
+
+
+def gated_delta(q, k, v, state, g, beta):
+    """The gated delta rule token by token, in float64: what that kernel computes in chunks.
+
+    ``q``, ``k`` and ``v`` are ``[B, T, H, D]``, ``g`` and ``beta`` ``[B, T, H]``, the
+    state ``[B, H, D of v, D of k]``.
+    """
+    s = state.astype(np.float64)
+    out = np.zeros(v.shape)
+    for t in range(q.shape[1]):
+        s = s * g[:, t, :, None, None]
+        kept = np.einsum("bhvk,bhk->bhv", s, k[:, t])
+        s = s + np.einsum("bhv,bhk->bhvk", beta[:, t, :, None] * (v[:, t] - kept), k[:, t])
+        out[:, t] = np.einsum("bhvk,bhk->bhv", s, q[:, t])
+    return out, s
+
+
+@pytest.mark.parametrize("tokens", [16, 8, 19])
+def test_loads_and_stores(kernels, tokens):
+    """Where simdgroup_load and simdgroup_store put the elements of a matrix.
+
+    The kernel keeps its state in matrices that it loads and stores, transposed, and
+    multiplies them with matrices that it fills element by element, lane by lane. So its
+    result is the delta rule's only if both have the elements in the same places.
+    """
+    apple = air.AirLibrary(kernels[DELTA], DELTA)
+    rng = np.random.default_rng(3)
+    heads, dim = 16, 128
+    q, k, v = (rng.standard_normal((1, tokens, heads, dim)).astype(np.float32) for _ in range(3))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    state = rng.standard_normal((1, heads, dim, dim)).astype(np.float32)
+    g = rng.uniform(0.5, 1, (1, tokens, heads)).astype(np.float32)
+    beta = rng.uniform(0, 1, (1, tokens, heads)).astype(np.float32)
+    buffers = [x.tobytes() for x in (q, k, v, state, g, beta)]
+    buffers += [bytes(v.nbytes), bytes(state.nbytes), struct.pack("<i", tokens)]
+    result = apple.launch(
+        DELTA, dict(enumerate(buffers)), (1, dim // 8, heads), 32, constants={},
+        outputs={6: "update", 7: "update"}, checks=False,
+    )  # fmt: skip
+    assert result.report == "" and result.multiplications
+    y, after = (np.frombuffer(result.outputs[i], np.float32) for i in (6, 7))
+    want_y, want_after = gated_delta(q, k, v, state, g, beta)
+    np.testing.assert_allclose(y.reshape(want_y.shape), want_y, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(after.reshape(want_after.shape), want_after, rtol=2e-3, atol=2e-3)
+    # So the comparison can fail: a state the other way round gives something else.
+    turned, _ = gated_delta(q, k, v, state.swapaxes(2, 3), g, beta)
+    assert np.abs(turned - want_y).max() > 1

@@ -1,10 +1,10 @@
 """Runs kernels that Apple's compiler built, out of MLX's macOS wheel.
 
 ``mlx.metallib`` holds LLVM bitcode with Apple's intrinsics (AIR). Stripped of
-address spaces and given our runtime's barriers and matrix products, it runs on the
-same fibers as our own kernels: a check of the runtime against code that neither we
-nor clang's C++ have read as Metal. Covers what MLX's float32 matmul needs; the
-accesses of such code are not watched.
+address spaces and given our runtime's barriers, matrix products, loads and stores,
+it runs on the same fibers as our own kernels: a check of the runtime against code
+that neither we nor clang's C++ have read as Metal. Covers what MLX's float32 matmul
+and its gated delta rule need; the accesses of such code are not watched.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _PLACES = {
     "air.thread_index_in_simdgroup": (28, "i32"),
     "air.simdgroup_index_in_threadgroup": (32, "i32"),
 }
+_GRID = "air.thread_position_in_grid"  # made from two of the others
 _MATRIX = "<64 x float>"
 _MULTIPLY = f"{_MATRIX} @air.simdgroup_matrix_8x8_multiply_accumulate" + ".v64f32" * 4
 
@@ -112,6 +113,49 @@ define i8 @air.normalize_function_constant_predicate.i8(i8 %a) {{
   %m = zext i1 %c to i8
   ret i8 %m
 }}
+define float @air.fmax.f32(float %a, float %b) {{
+  %m = call float @llvm.maxnum.f32(float %a, float %b)
+  ret float %m
+}}
+declare float @llvm.maxnum.f32(float, float)
+declare float @expf(float)
+declare float @logf(float)
+define float @air.fast_exp.f32(float %a) {{
+  %r = call float @expf(float %a)
+  ret float %r
+}}
+define float @air.fast_log.f32(float %a) {{
+  %r = call float @logf(float %a)
+  ret float %r
+}}
+declare float @emulator_prefix_sum(float) convergent noduplicate
+define float @air.simd_prefix_inclusive_sum.f32(float %a) noinline convergent {{
+  %r = call float @emulator_prefix_sum(float %a)
+  ret float %r
+}}
+define {_MATRIX} @air.simdgroup_matrix_8x8_init_filled.v64f32.f32(float %a) {{
+  %r0 = insertelement {_MATRIX} poison, float %a, i64 0
+  %r1 = insertelement {_MATRIX} %r0, float %a, i64 1
+  ret {_MATRIX} %r1
+}}
+declare void @emulator_air_load(ptr, i64, i1 zeroext, ptr) convergent noduplicate
+declare void @emulator_air_store(ptr, ptr, i64, i1 zeroext) convergent noduplicate
+define {_MATRIX} @air.simdgroup_matrix_8x8_load.v64f32.p1f32(
+    ptr %from, i64 %ld, <2 x i64> %origin, i1 %transpose) noinline convergent {{
+  %d = alloca [2 x float]
+  call void @emulator_air_load(ptr %from, i64 %ld, i1 zeroext %transpose, ptr %d)
+  %d0 = load float, ptr %d
+  %dp = getelementptr float, ptr %d, i64 1
+  %d1 = load float, ptr %dp
+  %r0 = insertelement {_MATRIX} poison, float %d0, i64 0
+  %r1 = insertelement {_MATRIX} %r0, float %d1, i64 1
+  ret {_MATRIX} %r1
+}}
+define void @air.simdgroup_matrix_8x8_store.v64f32.p1f32(
+    {_MATRIX} %x, ptr %to, i64 %ld, <2 x i64> %origin, i1 %transpose) noinline convergent {{
+{_elements("a", "%x")}  call void @emulator_air_store(ptr %a, ptr %to, i64 %ld, i1 zeroext %transpose)
+  ret void
+}}
 define {_MULTIPLY}({_MATRIX} %x, {_MATRIX} %y, {_MATRIX} %z) noinline convergent {{
 {_elements("a", "%x")}{_elements("b", "%y")}{_elements("c", "%z")}  %d = alloca [2 x float]
   call void @emulator_multiply(ptr %a, ptr %b, ptr %c, ptr %d)
@@ -157,6 +201,16 @@ class AirLibrary(Library):
                 loads.append(f"  %a{n} = load ptr, ptr %p{n}")
                 call.append(f"ptr %a{n}")
                 continue
+            if f'"{_GRID}"' in node:  # threadgroups of one simdgroup
+                loads += [
+                    "  %gp = getelementptr i8, ptr %c, i64 12",
+                    "  %gg = load <3 x i32>, ptr %gp, align 4",
+                    "  %gt = load <3 x i32>, ptr %c, align 4",
+                    "  %gs = mul <3 x i32> %gg, <i32 32, i32 1, i32 1>",
+                    f"  %a{n} = add <3 x i32> %gs, %gt",
+                ]
+                call.append(f"<3 x i32> %a{n}")
+                continue
             place, kind = next(v for k, v in _PLACES.items() if f'"{k}"' in node)
             loads.append(f"  %p{n} = getelementptr i8, ptr %c, i64 {place}")
             loads.append(f"  %a{n} = load {kind}, ptr %p{n}, align 4")
@@ -193,8 +247,8 @@ class AirLibrary(Library):
             source, part = CACHE / f"air-{key}.ll", CACHE / f"air-{key}.{os.getpid()}"
             source.write_text(text)
             _run([CLANG, "-O1", "-fPIC", "-march=x86-64-v3", "-ffp-contract=on", "-shared",
-                  "-Wno-override-module", source, self._runtime._name, "-Wl,--no-undefined",
-                  "-o", part])  # fmt: skip
+                  "-Wno-override-module", source, self._runtime._name, "-lm",
+                  "-Wl,--no-undefined", "-o", part])  # fmt: skip
             part.replace(self.path)
         self.library = ctypes.CDLL(str(self.path))
         self._image = self._mapping()
@@ -203,4 +257,5 @@ class AirLibrary(Library):
         """Set function constants by index."""
         for index, symbol in self._symbols.items():
             ctypes.c_uint8.in_dll(self.library, symbol).value = values[index]
-        self.library.initialize()
+        if self._symbols:
+            self.library.initialize()

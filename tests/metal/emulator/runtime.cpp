@@ -436,6 +436,29 @@ void emulator_uniform(unsigned long a, unsigned long b, unsigned kind) {
   wait_simdgroup(kind, a, b);
 }
 
+float emulator_prefix_sum(float value) {
+  Fiber& f = fibers[current];
+  Simdgroup& s = simdgroups[f.context.simdgroup];
+  auto& slots = s.slots[s.generation & 1];
+  slots[f.context.lane][0] = value;
+  wait_simdgroup(5, 0, 0);
+  float sum = 0;
+  for (unsigned lane = 0; lane <= f.context.lane; ++lane) sum += slots[lane][0];
+  return sum;
+}
+
+void emulator_air_load(const float* from, unsigned long ld, bool transpose, float* m) {
+  wait_simdgroup(1, reinterpret_cast<unsigned long>(from), ld);
+  const unsigned lane = fibers[current].context.lane;
+  for (unsigned i = 0; i < 2; ++i) m[i] = from[emulator_element(lane, i, ld, transpose)];
+}
+
+void emulator_air_store(const float* m, float* to, unsigned long ld, bool transpose) {
+  wait_simdgroup(2, reinterpret_cast<unsigned long>(to), ld);
+  const unsigned lane = fibers[current].context.lane;
+  for (unsigned i = 0; i < 2; ++i) to[emulator_element(lane, i, ld, transpose)] = m[i];
+}
+
 void emulator_multiply(const float* a, const float* b, const float* c, float* d) {
   Fiber& f = fibers[current];
   Simdgroup& s = simdgroups[f.context.simdgroup];

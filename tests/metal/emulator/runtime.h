@@ -24,6 +24,12 @@ EMULATOR_SYNC void emulator_simdgroup_barrier(unsigned flags, unsigned site);
 EMULATOR_SYNC void emulator_uniform(unsigned long a, unsigned long b, unsigned kind);
 // d = a * b + c on 8x8 matrices, two adjacent elements of a row a lane.
 EMULATOR_SYNC void emulator_multiply(const float* a, const float* b, const float* c, float* d);
+// The sum of the values of all lanes up to this one.
+EMULATOR_SYNC float emulator_prefix_sum(float value);
+// simdgroup_load and simdgroup_store as Apple's compiler emits them: a lane's two
+// elements, unwatched.
+EMULATOR_SYNC void emulator_air_load(const float* from, unsigned long ld, bool transpose, float* m);
+EMULATOR_SYNC void emulator_air_store(const float* m, float* to, unsigned long ld, bool transpose);
 // A threadgroup array: the same memory for the n-th call of every thread.
 // It is aligned as its elements need and no better, as Metal may place it.
 void* emulator_threadgroup_array(unsigned long size, unsigned long alignment);
@@ -35,3 +41,11 @@ void emulator_fail(const char* what);
 // kernels rely on. Nothing in our kernels depends on it.
 inline unsigned emulator_row(unsigned lane) { return (lane / 4 & 4) + lane / 2 % 4; }
 inline unsigned emulator_column(unsigned lane) { return (lane / 4 & 2) * 2 + lane % 2 * 2; }
+
+// Where in memory element i of a lane lies, in a matrix whose rows are ld elements
+// apart.
+inline unsigned long emulator_element(unsigned lane, unsigned i, unsigned long ld,
+                                      bool transpose = false) {
+  const unsigned long row = emulator_row(lane), column = emulator_column(lane) + i;
+  return transpose ? column * ld + row : row * ld + column;
+}

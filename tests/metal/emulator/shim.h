@@ -101,16 +101,14 @@ inline simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) 
   SHIM_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const SPACE T* from, ulong ld) { \
     emulator_uniform(ulong(from), ld, 1);                                                      \
     const uint lane = emulator_lane();                                                         \
-    from += emulator_row(lane) * ld + emulator_column(lane);                                   \
-    for (int i = 0; i < 2; ++i) m.shim_elements[i] = from[i];                                  \
+    for (uint i = 0; i < 2; ++i) m.shim_elements[i] = from[emulator_element(lane, i, ld)];      \
   }                                                                                            \
   template <class T>                                                                           \
   SHIM_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> m, SPACE T* to, ulong ld) {       \
     emulator_uniform(ulong(to), ld, 2);                                                        \
     if (shim_is_unset(m.shim_elements[0])) emulator_fail("UNINITIALISED matrix stored");       \
     const uint lane = emulator_lane();                                                         \
-    to += emulator_row(lane) * ld + emulator_column(lane);                                     \
-    for (int i = 0; i < 2; ++i) to[i] = m.shim_elements[i];                                    \
+    for (uint i = 0; i < 2; ++i) to[emulator_element(lane, i, ld)] = m.shim_elements[i];        \
   }
 SHIM_MATRIX_MEMORY(device)
 SHIM_MATRIX_MEMORY(threadgroup)
