@@ -4,6 +4,7 @@
 #include <mlx/backend/metal/device.h>
 #include <mlx/backend/metal/metal.h>
 
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -26,7 +27,15 @@ const std::string& architecture() {
   return mx::metal::device(mx::Device::gpu).get_architecture();
 }
 
-bool has_matrix_units() {
+// KVGRAFT_METAL=kernel or =composed decides instead, to measure one against the
+// other.
+bool prefers_plain_operations() {
+  static const std::string asked = [] {
+    const char* text = std::getenv("KVGRAFT_METAL");
+    return std::string(text ? text : "");
+  }();
+  if (asked == "kernel") return false;
+  if (asked == "composed") return true;
   // The system is asked as MLX asks it; its own answer is not exported.
   return metal::has_matrix_units(architecture(),
                                  mx::metal::device(mx::Device::gpu).get_architecture_gen()) &&
@@ -135,15 +144,15 @@ metal::Call describe(const MapLayerSpec& spec, const std::vector<mx::array>& inp
 
 std::string metal_status() {
   if (!mx::metal::is_available()) return "there is no Metal device";
-  if (has_matrix_units()) {
-    return "this GPU (" + architecture() +
+  if (prefers_plain_operations()) {
+    return "KVGRAFT_METAL asks for it, or this GPU (" + architecture() +
            ") has matrix units that MLX's own matmul uses and the kernel would not reach";
   }
   return "";
 }
 
 bool metal_takes(const MapLayerArgs& args, const mx::Stream& stream) {
-  return stream.device == mx::Device::gpu && !has_matrix_units() &&
+  return stream.device == mx::Device::gpu && !prefers_plain_operations() &&
          metal::refusal(args.weight.bits ? args.weight.group_size : 0, plan_entries(args)).empty();
 }
 

@@ -138,12 +138,13 @@ define {_MATRIX} @air.simdgroup_matrix_8x8_init_filled.v64f32.f32(float %a) {{
   %r1 = insertelement {_MATRIX} %r0, float %a, i64 1
   ret {_MATRIX} %r1
 }}
-declare void @emulator_air_load(ptr, i64, i1 zeroext, ptr) convergent noduplicate
-declare void @emulator_air_store(ptr, ptr, i64, i1 zeroext) convergent noduplicate
+declare void @emulator_air_load(ptr, i64, i8 zeroext, ptr) convergent noduplicate
+declare void @emulator_air_store(ptr, ptr, i64, i8 zeroext) convergent noduplicate
 define {_MATRIX} @air.simdgroup_matrix_8x8_load.v64f32.p1f32(
     ptr %from, i64 %ld, <2 x i64> %origin, i1 %transpose) noinline convergent {{
   %d = alloca [2 x float]
-  call void @emulator_air_load(ptr %from, i64 %ld, i1 zeroext %transpose, ptr %d)
+  %t = zext i1 %transpose to i8
+  call void @emulator_air_load(ptr %from, i64 %ld, i8 zeroext %t, ptr %d)
   %d0 = load float, ptr %d
   %dp = getelementptr float, ptr %d, i64 1
   %d1 = load float, ptr %dp
@@ -153,7 +154,8 @@ define {_MATRIX} @air.simdgroup_matrix_8x8_load.v64f32.p1f32(
 }}
 define void @air.simdgroup_matrix_8x8_store.v64f32.p1f32(
     {_MATRIX} %x, ptr %to, i64 %ld, <2 x i64> %origin, i1 %transpose) noinline convergent {{
-{_elements("a", "%x")}  call void @emulator_air_store(ptr %a, ptr %to, i64 %ld, i1 zeroext %transpose)
+{_elements("a", "%x")}  %t = zext i1 %transpose to i8
+  call void @emulator_air_store(ptr %a, ptr %to, i64 %ld, i8 zeroext %t)
   ret void
 }}
 define {_MULTIPLY}({_MATRIX} %x, {_MATRIX} %y, {_MATRIX} %z) noinline convergent {{
