@@ -533,6 +533,34 @@ def test_a_quantised_cache_is_a_donor(bench):
     assert origin.mapped_tokens == 100
 
 
+@pytest.mark.parametrize("drafts", ["small", "large"])
+def test_a_donor_that_drafts_keeps_its_own_cache(pair, folders, back, monkeypatch, drafts):
+    bench = Bench(pair, folders, routes=load_routes([back])[0])
+    bench.read("small", IDS)
+    calls = []
+
+    def counted(model: Any, tokens: Any) -> Any:
+        calls.append(model)
+        return prefill(model, tokens)
+
+    monkeypatch.setattr(store_module, "prefill", counted)
+    bench.use("large")
+    bench.provider.model_key = (folders["large"], None, folders[drafts])
+    bench.provider.draft_model = pair[drafts].model
+    joint, rest = bench.store.fetch_nearest_cache(
+        bench.provider.model_key, tokens := RequestTokens([*IDS, 7])
+    )
+    assert tokens.origin.mapped_tokens == len(IDS) and len(rest) == 1
+    n_target = len(pair["large"].model.layers)
+    expected = prefill(pair[drafts].model, IDS)
+    for got, want in zip(joint[n_target:], expected, strict=True):
+        assert mx.allclose(got.keys[..., :120, :], want.keys[..., :120, :], atol=1e-4)
+    assert calls == ([] if drafts == "small" else [pair["large"].model])
+    # What is written into the copy does not show in the donor's cache.
+    pair[drafts].model(mx.array([[1, 2, 3]]), cache=joint[n_target:])
+    assert bench.look_up("small", [*IDS, 1, 2, 3, 4]) == len(IDS)
+
+
 def test_layers_of_different_lengths_are_cut_to_the_shortest(bench):
     cache = prefill(bench.pair["large"].model, IDS)
     cache[2].trim(5)

@@ -81,6 +81,7 @@ class _Found:
 class _Donor:
     found: _Found
     route: Route
+    path: str
 
 
 class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are untyped
@@ -230,7 +231,7 @@ class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are 
                     continue
                 cut = _cut(found, most)
                 if cut is not None:
-                    best = _Donor(cut, route)
+                    best = _Donor(cut, route, key[0])
         return best
 
     # ------------------------------------------------------------------- map
@@ -280,8 +281,10 @@ class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are 
             source, route.mapper, self._provider.model, target_geometry=geometry, head=head
         )
         if self._provider.draft_model is not None:
-            # It may be approximate, but then it would be wrong more often; it is small.
-            mapped += prefill(self._provider.draft_model, list(tokens[:n]))
+            # Often the conversation comes from the very model that drafts now. Any other
+            # reads it: it is small, and a mapped cache would cost accepted proposals.
+            drafted = source if donor.path == model[2] else None
+            mapped += drafted or prefill(self._provider.draft_model, list(tokens[:n]))
         return HeldCache(mapped), n_native
 
     # ---------------------------------------------------------------- insert
