@@ -149,6 +149,8 @@ def _percent(value: Any) -> str:
 
 
 def _seconds(value: float) -> str:
+    if value == 0:
+        return "–"
     if value < 0.1:
         return f"{1000 * value:.1f} ms"
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
@@ -338,17 +340,24 @@ def _even_line(results: dict[str, Any]) -> str:
                 f"With {words} the hand-off is faster from about {even['tokens']} tokens on."
             )
     policy = results["policy"]
-    return " ".join(parts) + (
-        f" Head and tail of the advised policy ({policy['head']} + {policy['tail']}) are counted."
-    )
+    if (policy["head"], policy["tail"]) != arms.PLAIN:
+        ends = f"{policy['head']} + {policy['tail']}"
+        parts.append(f"Head and tail of the advised policy ({ends}) are counted.")
+    return " ".join(parts)
 
 
 def _policy_line(results: dict[str, Any]) -> str:
     policy = results["policy"]
+    if (policy["head"], policy["tail"]) == arms.PLAIN:
+        advice = "Advised: none but the last token, which the target always reads itself."
+    else:
+        advice = (
+            f"Advised: the target reads the first {policy['head']} and the last {policy['tail']} "
+            "tokens itself."
+        )
     return (
-        f"Advised: the target reads the first {policy['head']} and the last {policy['tail']} "
-        "tokens itself (the very last always). A pair is worth its time if it removes the gap "
-        "faster than reading everything does, "
+        f"{advice} A pair of lengths is worth its time if it removes the gap faster than reading "
+        "everything does, "
         f"which takes {_seconds(policy['prefill_seconds'])} against "
         f"{_seconds(policy['map_seconds'])} for mapping."
     )
