@@ -77,6 +77,11 @@ def back(tmp_path_factory: pytest.TempPathFactory, pair: dict[str, LoadedModel])
     return path
 
 
+def plain_routes(*paths: Any) -> RouteTable:
+    """Routes without what the mappers' evaluations recommend."""
+    return RouteTable([replace(route, head=0, tail=0) for route in load_routes(paths)[0]])
+
+
 class Running:
     """A running server and a client of it."""
 
@@ -95,7 +100,7 @@ class Running:
 
 @contextmanager
 def serving(*options: str, paths: Any = None, min_gain: int = 16) -> Iterator[Running]:
-    routes, _ = load_routes([bundled("mapper")] if paths is None else paths)
+    routes = plain_routes(*([bundled("mapper")] if paths is None else paths))
     server = Server(make_provider(["--port", "0", *options]), routes, min_gain=min_gain)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -269,7 +274,7 @@ def test_the_program_serves_and_ends_on_sigterm(folders):
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
-        assert "large -> small (not evaluated)" in out
+        assert "large -> small (" in out
         assert "Traceback" not in err
     finally:
         process.kill()
@@ -385,7 +390,7 @@ class Bench:
             model_key=None, model=None, tokenizer=None, draft_model=None
         )
         routes = options.pop("routes", None)
-        routes = load_routes([bundled("mapper")])[0] if routes is None else routes
+        routes = plain_routes(bundled("mapper")) if routes is None else routes
         options.setdefault("min_gain", 16)
         self.store = GraftingPromptCache(self.provider, routes, **options)
 
@@ -454,7 +459,7 @@ def test_what_goes_on_from_a_mapped_cache_stays_apart(bench):
 
 
 def test_a_mapped_cache_is_no_donor(pair, folders, back):
-    bench = Bench(pair, folders, routes=load_routes([bundled("mapper"), back])[0])
+    bench = Bench(pair, folders, routes=plain_routes(bundled("mapper"), back))
     bench.read("large", IDS[:60])
     _, origin = bench.read("small", IDS)
     assert origin.mapped_tokens == 60
@@ -473,8 +478,7 @@ def test_a_mapper_reads_no_other_models_caches(pair, folders, back, tmp_path):
     there = Mapper.load(bundled("mapper"))
     assert there.source_model is not None
     third = replace(there.source_model, config_sha256="f" * 64)
-    routes, _ = load_routes([altered(tmp_path, source_model=third), back])
-    bench = Bench(pair, folders, routes=routes)
+    bench = Bench(pair, folders, routes=plain_routes(altered(tmp_path, source_model=third), back))
     bench.read("large", IDS)
     fetched, origin = bench.read("small", [*IDS, 1])
     assert fetched is None and origin.native
@@ -535,7 +539,7 @@ def test_a_quantised_cache_is_a_donor(bench):
 
 @pytest.mark.parametrize("drafts", ["small", "large"])
 def test_a_donor_that_drafts_keeps_its_own_cache(pair, folders, back, monkeypatch, drafts):
-    bench = Bench(pair, folders, routes=load_routes([back])[0])
+    bench = Bench(pair, folders, routes=plain_routes(back))
     bench.read("small", IDS)
     calls = []
 

@@ -54,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
     provider = make_provider(args.more)
     for route in routes:
         print(f"kvgraft: {route}")
+        if route.verdict != "ship":
+            for reason in route.mapper.quality.get("reasons", []):
+                print(f"kvgraft:   {reason}")
     for message in left_out:
         print(f"kvgraft: {message}")
     with terminate_as_interrupt():
