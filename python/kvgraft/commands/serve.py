@@ -53,12 +53,12 @@ def run(args: argparse.Namespace) -> int:
     routes, left_out = load_routes(args.mapper, force=args.force)
     provider = make_provider(args.more)
     for route in routes:
-        print(f"kvgraft: {route}")
+        print(f"kvgraft: {route}", flush=True)
         if route.verdict != "ship":
             for reason in route.mapper.quality.get("reasons", []):
-                print(f"kvgraft:   {reason}")
+                print(f"kvgraft:   {reason}", flush=True)
     for message in left_out:
-        print(f"kvgraft: {message}")
+        print(f"kvgraft: {message}", flush=True)
     with terminate_as_interrupt():
         min_gain = MIN_GAIN if args.min_gain is None else args.min_gain
         Server(provider, routes, min_gain=min_gain).serve_forever()

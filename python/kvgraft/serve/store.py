@@ -219,10 +219,10 @@ class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are 
         if target is None:
             return None
         best: _Donor | None = None
+        # What an image's tokens hold depends on the image; no mapper was fitted for it.
+        n_text = _text_length(tokens)
         for route in self._routes.into(target):
-            # What an image's tokens hold depends on the image; no mapper was fitted for it.
-            text = _text_prefix(tokens)
-            most = min(len(text), len(tokens) - max(1, route.tail))
+            most = min(n_text, len(tokens) - max(1, route.tail))
             for key, identity in self._identities.items():
                 if key == model or identity is None or not route.reads(identity):
                     continue
@@ -353,10 +353,9 @@ def _pack(ids: Sequence[int]) -> bytes:
     return np.asarray(ids, dtype=np.int64).tobytes()
 
 
-def _text_prefix(tokens: Sequence[int]) -> Sequence[int]:
-    """The tokens before the first image: mlx-lm keys images by negative ids."""
-    first = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
-    return tokens[:first]
+def _text_length(tokens: Sequence[int]) -> int:
+    """Tokens before the first image: mlx-lm keys images by negative ids."""
+    return next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
 
 
 def _lengths(cache: Sequence[Any]) -> list[int]:
