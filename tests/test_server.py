@@ -24,17 +24,19 @@ import mappers
 import mlx.core as mx
 import openai
 import pytest
+import zoo
 from mlx.utils import tree_flatten
 from mlx_lm import server as mlx_server
 from mlx_lm.generate import generate_step
+from test_handoff import identity_mapper
 
 from kvgraft import artifact, cli
 from kvgraft.demo.data import Conversation, bundled, documents
 from kvgraft.errors import FormatError, ServerError, TokenizerMismatchError
 from kvgraft.handoff import graft_cache, prefill
 from kvgraft.mapper import Mapper
-from kvgraft.models import LoadedModel, load_model
-from kvgraft.serve import GraftingPromptCache, RouteTable, Server, load_routes, make_provider
+from kvgraft.models import LoadedModel, ModelIdentity, load_model
+from kvgraft.serve import GraftingPromptCache, Route, RouteTable, Server, load_routes, make_provider
 from kvgraft.serve import store as store_module
 from kvgraft.serve.origin import Origin, RequestTokens, origin_of
 from kvgraft.serve.store import HeldCache, MappedKey
@@ -535,6 +537,32 @@ def test_a_quantised_cache_is_a_donor(bench):
     bench.store.insert_cache(bench.use("large"), tokens, cache)
     _, origin = bench.read("small", [*IDS[:100], 1])
     assert origin.mapped_tokens == 100
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_an_identity_map_through_the_store_changes_nothing(name):
+    """With sliding layers, too: their rings have wrapped, and can't be cut."""
+    model = zoo.make(name)
+    ids = [i % zoo.VOCAB for i in range(3, 200, 7)]
+    ends = {key: ModelIdentity(key, key * 64, "c" * 64) for key in "ab"}
+    provider = SimpleNamespace(model_key=None, model=model, tokenizer=None, draft_model=None)
+    route = Route(identity_mapper(model), ends["a"], ends["b"], "ship")
+    store = GraftingPromptCache(provider, RouteTable([route]), min_gain=4)
+    store._identities.update({(key, None, None): end for key, end in ends.items()})
+    tokens = RequestTokens(ids, Origin(decided=True))
+    store.insert_cache(("a", None, None), tokens, prefill(model, ids))
+
+    asked = RequestTokens([*ids, 1, 2, 3])
+    cache, rest = store.fetch_nearest_cache(("b", None, None), asked)
+    assert asked.origin.mapped_tokens == len(ids) and rest == [1, 2, 3]
+    got = model(mx.array([rest]), cache=cache)
+    want = model(mx.array([rest]), cache=prefill(model, ids))
+    assert mx.allclose(got, want, atol=1e-4)
+
+    again = RequestTokens(ids)
+    cache, rest = store.fetch_nearest_cache(("b", None, None), again)
+    wrapped = name == "gemma3_text"
+    assert again.origin.mapped_tokens == (0 if wrapped else len(ids) - 1)
 
 
 @pytest.mark.parametrize("drafts", ["small", "large"])
