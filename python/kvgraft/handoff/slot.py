@@ -7,10 +7,11 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 
 from kvgraft.errors import ModelNotFoundError
 from kvgraft.geometry import ModelGeometry
@@ -151,6 +152,8 @@ class ModelSlot:
             self.name = self.name or str(getattr(made, "model_type", type(made).__name__))
         if self._dtype is not None:
             self._model.set_dtype(self._dtype)
-        made_model: Any = self._model
-        mx.eval(made_model.parameters())
+        leaves: Any = tree_flatten(cast(Any, self._model).parameters())
+        for _, array in leaves:
+            # One at a time: a cast holds the array in both dtypes.
+            mx.eval(array)
         self._bytes = model_bytes(self._model)

@@ -210,8 +210,11 @@ class _Switch:
             self.own_spans = [Span(caches.n_tokens(self.own_cache), 0)]
         self.report = SwitchReport(state.slot.name, self.slot.name, len(state.tokens))
         self.mapper: Mapper | None = None
+        # What the target's cache looks like, where that is known without loading it.
+        self.geometry = self.slot.known_geometry
         try:
             self.mapper = self._open_mapper()
+            self.geometry = self.geometry or self.mapper.target
             self._check_before()
         except (_Refused, KvgraftError) as error:
             self._fall_back(str(error))
@@ -291,7 +294,7 @@ class _Switch:
             source_cache=held,
             target_weights=self.slot.nbytes or 0,
             n_tokens=len(state.tokens),
-            target=mapper.target if mapper is not None else self.slot.known_geometry,
+            target=self.geometry,
             mapper=mapper,
             keep_source=self.keep_source,
             keep_cache=self.keep_cache,
