@@ -589,6 +589,25 @@ def test_head_and_tail_are_read_by_the_target(
     assert read_prompt_file(out).tokens == tuple(ids)
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+def test_another_text_of_the_same_length_is_refused(
+    bits: int | None, prompt_file: Path, pair: dict[str, Any], tmp_path: Path
+) -> None:
+    given = read_prompt_file(prompt_file)
+    ids = ids_of(pair, prompt_file)
+    cache = given.cache
+    if bits is not None:
+        cache = [c.to_quantized(group_size=32, bits=bits) for c in cache]
+    source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    write_prompt_file(source, cache, model=LARGE, tokens=ids)
+    assert transfer_file(source, out, pair["mapper"], SMALL, head=2).n_tokens == len(ids)
+    out.unlink()
+    write_prompt_file(source, cache, model=LARGE, tokens=[*ids[7:], *ids[:7]])
+    with pytest.raises(CacheError, match="not the token ids of the cache"):
+        transfer_file(source, out, pair["mapper"], SMALL, head=2)
+    assert not out.exists()
+
+
 def test_a_quantised_file_goes_in_and_out(
     prompt_file: Path, pair: dict[str, Any], tmp_path: Path
 ) -> None:

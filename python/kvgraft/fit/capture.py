@@ -108,9 +108,8 @@ def capture(
 def _arrays(entry: Any, layer: int, n_tokens: int) -> tuple[mx.array, mx.array]:
     """All tokens of a cache that has seen one call.
 
-    :func:`kvgraft.caches.read_cache` refuses sliding-window caches, rightly: in
-    use they have lost the front of the text. After a first call they still hold
-    all of it, in order.
+    In use, a sliding-window cache has lost the front of the text. After a first
+    call it still holds all of it, in order.
     """
     keys, values = getattr(entry, "keys", None), getattr(entry, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):

@@ -107,7 +107,10 @@ class CacheSnapshot:
 
     @property
     def layers(self) -> list[tuple[mx.array, mx.array]]:
-        """``(keys, values)`` per layer."""
+        """``(keys, values)`` per layer; which tokens' they are, :attr:`held` says.
+
+        Give both to :func:`kvgraft.caches.build_cache`, unless :attr:`is_whole`.
+        """
         return [row.pair() for row in self.rows]
 
     @property
