@@ -182,7 +182,7 @@ class Generation:
             _restore(state.rng_key)
             state.rng_key = None
         held = state.n_cached
-        processors = [_with_history(state.tokens[:held], p) for p in state.logits_processors]
+        processors = [_with_history(list(state.tokens), p) for p in state.logits_processors]
         steps = generate_step(
             mx.array(state.tokens[held:]),
             model,
@@ -248,11 +248,20 @@ def _wired(model: Any, steps: Any) -> Iterator[tuple[int, mx.array]]:
 
 
 def _with_history(tokens: Sequence[int], processor: LogitsProcessor) -> LogitsProcessor:
-    """A processor that also sees the tokens that this run doesn't read."""
-    if not tokens:
-        return processor
-    before = mx.array(list(tokens))
-    return lambda seen, logits: processor(mx.concatenate([before, seen]), logits)
+    """A processor that sees all of ``tokens``, and then what this run adds.
+
+    ``generate_step`` shows what it has read itself; before mlx-lm 0.32, of a
+    prompt only the last token.
+    """
+    before: mx.array | None = None
+
+    def process(seen: mx.array, logits: mx.array) -> mx.array:
+        nonlocal before
+        if before is None:  # the first call comes when exactly ``tokens`` are read
+            before = mx.array(list(tokens[: len(tokens) - seen.size]), dtype=seen.dtype)
+        return processor(mx.concatenate([before, seen]) if before.size else seen, logits)
+
+    return process
 
 
 def _words(key: mx.array) -> tuple[int, int]:
