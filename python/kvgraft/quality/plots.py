@@ -285,7 +285,7 @@ def _panel_title(name: str) -> str:
 def _speed(results: dict[str, Any]) -> str | None:
     """Seconds against length."""
     rows = results["speed"]
-    if not rows:
+    if len(rows) < 2:
         return None
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
