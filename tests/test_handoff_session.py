@@ -270,3 +270,49 @@ def test_unknown_names_and_models_without_tokenizer():
     bare = load_model(bundled("models/small")).model
     with pytest.raises(ArgumentError, match="tokenizer"):
         say(Session({"bare": bare}), FIRST)
+
+
+def test_a_new_message_breaks_off_the_reply_that_still_goes_on(uninterrupted):
+    session = Session({"a": slot("large")})
+    first = session.chat(FIRST, max_tokens=N)
+    said = [next(first), next(first)]
+    second = session.chat(SECOND, max_tokens=N)
+    next(second)
+    assert list(first) == []  # over
+    list(second)
+    assert [m["role"] for m in session.messages] == ["user", "assistant"] * 2
+    assert session.messages[1]["content"].startswith("".join(said))
+
+
+def test_a_turn_that_cannot_begin_leaves_nothing_behind():
+    fails = [True]
+
+    def load():
+        if fails.pop() if fails else False:
+            raise OSError("disk")
+        return load_model(bundled("models/large"))
+
+    session = Session({"a": load})
+    with pytest.raises(OSError, match="disk"):
+        say(session, FIRST)
+    assert session.messages == [] and session.turns == []
+    assert say(session, FIRST)
+    assert [m["role"] for m in session.messages] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_in_a_switch_is_the_one_that_is_seen(error, exact, monkeypatch, uninterrupted):
+    session = Session(copies(), exact)
+
+    def broken(*_, **__):
+        raise error("in the middle")
+
+    reply = session.chat(FIRST, max_tokens=N)
+    said = [next(reply)]
+    session.use("b")
+    with monkeypatch.context() as patched:
+        patched.setattr("kvgraft.handoff.session.switch", broken)
+        with pytest.raises(error, match="in the middle"):
+            said += list(reply)
+    assert session.messages[-1]["content"].startswith("".join(said))
+    assert say(session, SECOND)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from itertools import islice
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from kvgraft.handoff import (
     MemoryBudget,
     ModelSlot,
     Span,
+    graft_cache,
     prefill,
     switch,
 )
@@ -573,3 +575,107 @@ def test_a_failing_repair_leaves_the_generation_alone(monkeypatch):
     got += islice(run, 8)
     assert got == want and "no more" in run.events[0]
     gc.collect()
+
+
+# ------------------------------------------------------------- what outlives a hand-over
+
+
+def test_a_marked_cache_counts_as_mapped():
+    m = model()
+    mapped = graft_cache(prefill(m, PROMPT[:-1]), identity_mapper(m), m)
+    state = GenerationState.of(slot(), PROMPT, mapped)
+    assert state.spans == [Span(len(PROMPT) - 1, 1)] and state.n_mapped == len(PROMPT) - 1
+    # Its rows are not mapped a second time, and can be repaired.
+    done = switch(state, slot(), identity_mapper(m))
+    assert done.report.mapped == 0
+    head = prefill(m, PROMPT[:4])
+    behind = graft_cache(prefill(m, PROMPT[:-1]), identity_mapper(m), m, head=head)
+    state = GenerationState.of(slot(), PROMPT, behind)
+    assert state.spans == [Span(4, 0), Span(len(PROMPT) - 5, 1)]
+    run = Generation(state)
+    assert run.repair(chunk=64)
+
+
+def test_a_marked_cache_of_the_targets_own_is_not_taken_for_a_native_one():
+    m = model()
+    lossy = graft_cache(prefill(m, PROMPT[:-1]), identity_mapper(m, values=0.5), m)
+    run = Generation.start(slot(), PROMPT)
+    run.read()
+    done = switch(run.stop(), slot(), None, own_cache=lossy)
+    assert done.report.reused == 0
+    assert list(islice(Generation(done.state), 6)) == plain(m, 6)
+
+
+def test_an_error_of_the_sampler_leaves_the_random_sequence_whole():
+    sampler = make_sampler(temp=1.0)
+    want = plain(model(), 10, seed=7, sampler=sampler)
+    calls = iter(range(100))
+
+    def failing(x):
+        if next(calls) == 4:
+            raise RuntimeError("no luck")
+        return sampler(x)
+
+    source = slot()
+    source.model  # noqa: B018 - making it draws random numbers
+    mx.random.seed(7)
+    run = Generation.start(source, PROMPT, sampler=failing)
+    got = list(islice(run, 3))
+    with pytest.raises(RuntimeError, match="no luck"):
+        next(run)
+    got += list(islice(run, 2))  # simply trying again
+    assert got + list(islice(Generation(run.stop()), 5)) == want
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_stopping_in_another_thread_keeps_the_state(kind):
+    want = plain(model(), 8, seed=7, **options(kind))
+    source = slot()
+    source.model  # noqa: B018
+    run = Generation.start(source, PROMPT, **options(kind))
+    got: list[int] = []
+
+    def begin():
+        mx.random.seed(7)  # each thread has a sequence of its own
+        got.extend(islice(run, 3))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    state = run.stop()
+    assert got + list(islice(Generation(state), 5)) == want
+
+
+def test_a_size_limit_is_kept_when_the_conversation_is_read_again():
+    m = model()
+    cache = make_prompt_cache(m, max_kv_size=12)
+    m(mx.array([PROMPT]), cache=cache)
+    state = GenerationState.of(slot(), PROMPT, cache)  # holds all: back by one is not possible
+    run = Generation(state)
+    next(run)
+    assert "cannot go back" in run.events[0]
+    assert [entry.max_size for entry in run.stop().cache] == [12, 12]
+    done = switch(state, slot(), None)
+    assert {type(e).__name__ for e in done.state.cache} == {"RotatingKVCache"}
+
+
+def test_a_budget_too_small_for_a_target_of_unknown_shape_loses_nothing():
+    source = slot()
+    want = plain(source.model, 4)
+    state = Generation.start(source, PROMPT * 40).stop()
+    state.tokens = PROMPT * 40
+    target = slot()
+    held = mx.get_active_memory()
+    with pytest.raises(MemoryBudgetError, match="The conversation is as it was"):
+        switch(state, target, None, budget=MemoryBudget(held + target_bytes() + 1000))
+    assert not target.is_loaded
+    state.tokens = list(PROMPT)
+    assert list(islice(Generation(state), 4)) == want
+
+
+def target_bytes() -> int:
+    fresh = slot()
+    fresh.model  # noqa: B018
+    size = fresh.nbytes
+    assert size
+    return size

@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.errors import HandoffError
-from kvgraft.handoff.graft import prefill, read_on
+from kvgraft.handoff.graft import read_on
 from kvgraft.handoff.memory import MemoryBudget
 from kvgraft.handoff.repair import Repair
 from kvgraft.handoff.slot import ModelSlot, ModelSource
@@ -47,6 +47,7 @@ class Generation:
         self._max_tokens = max_tokens
         self._prefill_step = prefill_step
         self._keys: deque[mx.array] = deque(maxlen=2)
+        self._pending = 0  # tokens sampled, but not emitted
         self._steps: Iterator[tuple[int, mx.array]] | None = None
         self.n_generated = 0
         """Tokens emitted by this object."""
@@ -92,10 +93,15 @@ class Generation:
             raise StopIteration
         if self._steps is None:
             self._steps = self._begin()
-        token, logprobs = next(self._steps)
+        try:
+            token, logprobs = next(self._steps)
+        except BaseException:
+            self._go_back()
+            raise
         if state.n_mapped and bool(mx.isnan(logprobs).any()):
             token, logprobs = self._reread("the target's predictions from the mapped cache are NaN")
         state.tokens.append(int(token))
+        self._pending -= 1
         self.n_generated += 1
         self.logprobs = logprobs
         if state.repair is not None:
@@ -109,7 +115,7 @@ class Generation:
         """
         state = self.state
         if state.cache is None:
-            state.cache = make_prompt_cache(state.slot.model)
+            state.cache = make_prompt_cache(state.slot.model, state.max_kv_size)
         unread = state.tokens[state.n_cached : -1]
         read_on(state.slot.model, unread, state.cache, step=self._prefill_step)
         state.settle()
@@ -143,6 +149,11 @@ class Generation:
         """Whether a background repair is under way."""
         return self.state.repair is not None
 
+    @property
+    def stopped(self) -> bool:
+        """Whether :meth:`stop` was called."""
+        return self._state is None
+
     def stop(self) -> GenerationState:
         """Stop here, and give the state back for :func:`switch` or another run.
 
@@ -150,8 +161,7 @@ class Generation:
         """
         state = self.state
         self._close()
-        if self._keys:
-            state.rng_key = _words(self._keys[-1])
+        self._restore_key()
         if state.cache is not None:
             mx.eval([entry.state for entry in state.cache])
         state.settle()
@@ -159,9 +169,30 @@ class Generation:
         return state
 
     def _close(self) -> None:
-        if self._steps is not None:
-            self._steps.close()  # type: ignore[attr-defined]  # a generator
-            self._steps = None
+        steps, self._steps = self._steps, None
+        if steps is None:
+            return
+        try:
+            steps.close()  # type: ignore[attr-defined]  # a generator
+        except RuntimeError as error:
+            # MLX keeps the current stream by thread, and mlx-lm's generator wants to
+            # put it back in the thread that began. The state is whole all the same.
+            if "different thread" not in str(error):
+                raise
+            self._note("stopped in another thread than the one that began; that is harmless here")
+
+    def _go_back(self) -> None:
+        """To before the next token, after an error in the middle of it (a sampler's, say)."""
+        self._close()
+        self._restore_key()
+        self.state.settle()
+
+    def _restore_key(self) -> None:
+        """Put the random key back to that of the next token, if one was sampled ahead."""
+        if self._pending and self._keys:  # greedy decoding draws nothing
+            self.state.rng_key = _words(self._keys[-self._pending])
+        self._keys.clear()
+        self._pending = 0
 
     def _begin(self) -> Iterator[tuple[int, mx.array]]:
         """A run of ``generate_step`` that reads what the cache lacks."""
@@ -176,7 +207,7 @@ class Generation:
                 )
         model = state.slot.model
         if state.cache is None:
-            state.cache = make_prompt_cache(model)
+            state.cache = make_prompt_cache(model, state.max_kv_size)
             state.settle()
         if state.rng_key is not None:
             _restore(state.rng_key)
@@ -196,9 +227,12 @@ class Generation:
 
     def _sampler(self, sampler: Sampler | None) -> Sampler:
         def sample(logprobs: mx.array) -> mx.array:
+            self._pending += 1
+            if sampler is None:
+                return mx.argmax(logprobs, axis=-1)
             keys: Any = mx.random.state
             self._keys.append(keys[0])
-            return mx.argmax(logprobs, axis=-1) if sampler is None else sampler(logprobs)
+            return sampler(logprobs)
 
         return sample
 
@@ -208,10 +242,8 @@ class Generation:
         self._note(f"{reason}; the conversation was read again")
         self._close()
         state.cache, state.spans, state.repair = None, [], None
-        state.cache = prefill(state.slot.model, state.tokens[:-1], step=self._prefill_step)
-        state.settle()
-        state.rng_key = _words(self._keys[0])  # before this token, not the one ahead
-        self._keys.clear()
+        self.read()
+        self._restore_key()
         self._steps = self._begin()
         return next(self._steps)
 

@@ -152,7 +152,7 @@ def graft_cache(
     return caches.build_cache(
         geometry,
         layers(),
-        provenance=_provenance(mapper, stop - start, before),
+        provenance=_provenance(mapper, start, stop, before),
         held=[plan.wanted[i] for i in range(len(geometry.layers))],
         bound=plan.bound,
         kv_bits=kv_bits,
@@ -241,13 +241,14 @@ def _behind(
 
 
 def _provenance(
-    mapper: Mapper, n_tokens: int, before: caches.Provenance | None
+    mapper: Mapper, start: int, stop: int, before: caches.Provenance | None
 ) -> caches.Provenance:
     source, target = mapper.source_model, mapper.target_model
     return caches.Provenance(
         source=source.name if source else mapper.source.model_type,
         target=target.name if target else mapper.target.model_type,
         mapper=mapper.describe(),
-        n_tokens=n_tokens,
+        n_tokens=stop - start,
+        start=start,
         before=before,
     )

@@ -28,7 +28,7 @@ class Repair:
             raise ValueError(f"A repair must read at least 2 tokens per step, got {chunk}.")
         self._model = state.slot.model
         self._chunk = chunk
-        self._cache: list[Any] = make_prompt_cache(self._model)
+        self._cache: list[Any] = make_prompt_cache(self._model, state.max_kv_size)
 
     @classmethod
     def begin(

@@ -152,6 +152,7 @@ class Session:
         self._pressures: deque[float] = deque(maxlen=_HISTORY)
         self._steps = 0
         self._has_switched = False
+        self._talking: Iterator[str] | None = None
         self.messages: list[dict[str, str]] = []
         """The conversation, as chat templates take it."""
         self.turns: list[Turn] = []
@@ -187,7 +188,7 @@ class Session:
         """Say something and get the reply, piece by piece.
 
         Stop iterating to break the reply off; what was said so far stays in the
-        conversation.
+        conversation. The next message breaks off a reply that is still going on.
 
         Args:
             text: The user's message.
@@ -201,9 +202,23 @@ class Session:
             :meth:`use` or by the policy.
         """
         started = time.perf_counter()
+        if self._talking is not None:
+            self._talking.close()  # type: ignore[attr-defined]  # a generator
         turn = Turn(models=[self._current])
         self.turns.append(turn)
         self.messages.append({"role": "user", "content": text})
+        try:
+            state = self._listen(turn, read_first)
+        except BaseException:
+            # Not said, then: trying again must not say it twice.
+            self.messages.pop()
+            self.turns.pop()
+            raise
+        self._talking = self._reply(state, turn, max_tokens, started)
+        yield from self._talking
+
+    def _listen(self, turn: Turn, read_first: bool) -> GenerationState:
+        """The state to reply from, after a hand-over if one was asked for."""
         state = self._begin_turn()
         before = state.n_cached
         if self._wanted not in (None, self._current):
@@ -219,7 +234,7 @@ class Session:
         turn.n_prompt = len(state.tokens)
         turn.skipped = min(before, turn.n_prompt - 1)
         turn.read = turn.n_prompt - turn.skipped
-        yield from self._reply(state, turn, max_tokens, started)
+        return state
 
     def _reply(
         self, state: GenerationState, turn: Turn, max_tokens: int, started: float
@@ -242,8 +257,8 @@ class Session:
                 if pieces[-1]:
                     yield pieces[-1]
                 if turn.generated < max_tokens and self._should_move(run.state):
-                    turn.events += run.events
                     state = self._move(run.stop(), turn)
+                    turn.events += run.events
                     run = self._run(state, turn, max_tokens - turn.generated)
                     stops = set(state.slot.tokenizer.eos_token_ids)
                     if not _same_tokenizer(identity, state.slot.identity):
@@ -260,7 +275,10 @@ class Session:
         finally:
             # Also when the caller breaks off, or the model fails.
             turn.events += run.events
-            self._state = run.stop()
+            if not run.stopped:
+                self._state = run.stop()
+            assert self._state is not None
+            self._state.settle()  # a switch that failed may have used up its cache
             turn.mapped = self._state.n_mapped
             turn.native = self._state.n_cached - turn.mapped
             self.messages.append({"role": "assistant", "content": "".join(pieces)})

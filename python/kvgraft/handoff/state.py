@@ -69,6 +69,16 @@ def end_of_worn(spans: Iterable[Span], limit: int) -> int:
     return end
 
 
+def spans_of(cache: Sequence[Any]) -> list[Span]:
+    """How the rows of a cache came to be, by its mark; all computed if it has none."""
+    n = caches.n_tokens(cache)
+    seen = caches.provenance_of(cache)
+    if seen is None:
+        return join([Span(n, 0)])
+    spans = [Span(seen.start, 0), Span(seen.n_tokens, seen.generations), Span(n, 0)]
+    return join(cut(spans, 0, n))
+
+
 @dataclass
 class GenerationState:
     """A generation at rest.
@@ -87,7 +97,9 @@ class GenerationState:
         rng_key: MLX's random key for the next token, as two words; ``None``
             leaves the running sequence alone.
         spans: How the rows of the cache came to be; rows beyond them were
-            computed by the model itself.
+            computed by the model itself. Taken from the cache's mark if not given.
+        max_kv_size: Limit of the cache, as for ``make_prompt_cache``; kept when
+            the conversation has to be read again.
         repair: A native cache in the making, if one was begun.
     """
 
@@ -99,6 +111,7 @@ class GenerationState:
     rng_key: tuple[int, int] | None = None
     spans: list[Span] = field(default_factory=list)
     repair: Repair | None = None
+    max_kv_size: int | None = None
 
     @classmethod
     def of(
@@ -154,6 +167,9 @@ class GenerationState:
     def settle(self) -> None:
         """Make ``spans`` cover the cache, whatever was read or cut since."""
         n = self.n_cached
+        if self.cache:
+            self.max_kv_size = caches.size_limit(self.cache) or self.max_kv_size
+            self.spans = self.spans or spans_of(self.cache)
         known = sum(span.n_tokens for span in self.spans)
         self.spans = join([*cut(self.spans, 0, n), Span(n - known, 0)])
 

@@ -19,7 +19,7 @@ from kvgraft.errors import HandoffError, KvgraftError, MemoryBudgetError
 from kvgraft.handoff.graft import graft_cache, read_on
 from kvgraft.handoff.memory import MemoryBudget, MemoryPlan, cache_bytes, plan_memory
 from kvgraft.handoff.slot import ModelSlot, ModelSource
-from kvgraft.handoff.state import GenerationState, Span, cut, end_of_worn, join
+from kvgraft.handoff.state import GenerationState, Span, cut, end_of_worn, join, spans_of
 from kvgraft.mapper import Mapper
 
 __all__ = ["Handoff", "SwitchReport", "switch"]
@@ -172,7 +172,8 @@ def switch(
 
     Raises:
         MemoryBudgetError: If not even reading again fits the budget. Before
-            anything is released.
+            anything is released, or, where only loading the target tells how large
+            its cache is, right after that; the state is whole.
         HandoffError: If the target can't be loaded. The state is whole: the
             source can be loaded again, or another target tried.
     """
@@ -207,7 +208,7 @@ class _Switch:
         state = self.state
         state.settle()
         if self.own_cache and not self.own_spans:
-            self.own_spans = [Span(caches.n_tokens(self.own_cache), 0)]
+            self.own_spans = spans_of(self.own_cache)
         self.report = SwitchReport(state.slot.name, self.slot.name, len(state.tokens))
         self.mapper: Mapper | None = None
         # What the target's cache looks like, where that is known without loading it.
@@ -222,6 +223,7 @@ class _Switch:
         mx.reset_peak_memory()
         self._release()
         self._load()
+        self._plan_again()
         tokens = self._tokens_for_target()
         cache, spans = self._fill(tokens)
         return self._done(tokens, cache, spans)
@@ -304,6 +306,24 @@ class _Switch:
             return plan
         # The source running is how things are now, not something to be planned.
         return MemoryPlan(plan.stages[1:])
+
+    def _plan_again(self) -> None:
+        """Count again, if the target had to be loaded to know how large its cache is."""
+        if self.budget is None or self.geometry is not None:
+            return
+        try:
+            self.geometry = self.slot.geometry
+        except KvgraftError:
+            return  # a cache of another kind, whose size nothing tells
+        plan = self._memory_plan(None)
+        if not self.budget.fits(plan):
+            self.slot.unload()
+            raise MemoryBudgetError(
+                f"{self.slot.name} does not fit with a cache of {self.report.n_tokens} tokens: "
+                f"{plan.peak / 1e6:.1f} MB are needed, the limit leaves "
+                f"{self.budget.usable / 1e6:.1f} MB. The conversation is as it was."
+            )
+        self.report.plan = plan
 
     # ----------------------------------------------------------- the point of no return
 
@@ -412,7 +432,7 @@ class _Switch:
             if n <= length or caches.trim(own, length):
                 self.report.reused = min(n, length)
                 return own
-        return list(make_prompt_cache(self.slot.model))
+        return list(make_prompt_cache(self.slot.model, self.state.max_kv_size))
 
     def _map(
         self, mapper: Mapper, tokens: Sequence[int], last: int
@@ -486,7 +506,7 @@ class _Switch:
         state, report = self.state, self.report
         new = GenerationState(
             self.slot, tokens, cache or None, state.sampler, state.logits_processors,
-            state.rng_key, spans,
+            state.rng_key, spans, max_kv_size=state.max_kv_size,
         )  # fmt: skip
         new.settle()
         if not self.keep_cache:

@@ -8,7 +8,7 @@ from typing import Any
 from kvgraft.errors import UnsupportedCacheError
 from kvgraft.kinds.read import advice, read_offset
 
-__all__ = ["n_tokens", "trim"]
+__all__ = ["n_tokens", "size_limit", "trim"]
 
 
 def n_tokens(cache: Sequence[Any]) -> int:
@@ -27,6 +27,18 @@ def n_tokens(cache: Sequence[Any]) -> int:
         name = type(first).__name__
         raise UnsupportedCacheError(f"{name} does not count tokens: {advice(name)}.")
     return read_offset(first.offset, "0")
+
+
+def size_limit(cache: Sequence[Any]) -> int | None:
+    """The ``max_kv_size`` that a prompt cache was made with; ``None`` without one.
+
+    Rings of sliding layers, which keep no first tokens, are no such limit.
+    """
+    if not cache or any(type(entry).__name__ != "RotatingKVCache" for entry in cache):
+        return None
+    limits = {(int(entry.max_size), int(entry.keep)) for entry in cache}
+    size, keep = limits.pop()
+    return size if not limits and keep else None
 
 
 def trim(cache: Sequence[Any], length: int) -> bool:

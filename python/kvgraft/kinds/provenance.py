@@ -27,6 +27,7 @@ class Provenance:
         target: The model that the result is for.
         mapper: The mapper, by path or digest.
         n_tokens: Mapped tokens; what follows them was written by the target.
+        start: The first of them; those before it the target read itself.
         before: The mark of the source's cache, if that was mapped itself.
     """
 
@@ -34,7 +35,13 @@ class Provenance:
     target: str = "unknown"
     mapper: str = "unknown"
     n_tokens: int = 0
+    start: int = 0
     before: Provenance | None = None
+
+    @property
+    def generations(self) -> int:
+        """How often rows were mapped at most: once, and once more for each mark before."""
+        return 1 + (self.before.generations if self.before is not None else 0)
 
     def to_json(self) -> str:
         """One line of JSON; :meth:`from_json` reads it back."""
@@ -59,6 +66,7 @@ class Provenance:
             target=str(data.get("target", "unknown")),
             mapper=str(data.get("mapper", "unknown")),
             n_tokens=int(data.get("n_tokens", 0)),
+            start=int(data.get("start", 0)),
             before=None if before is None else cls._of(before),
         )
 
