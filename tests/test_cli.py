@@ -12,6 +12,7 @@ import pytest
 import kvgraft
 from kvgraft.cli import main
 from kvgraft.demo.data import bundled
+from kvgraft.mapper import Mapper
 
 LARGE, SMALL = str(bundled("models/large")), str(bundled("models/small"))
 TEXT = str(bundled("text/calibration_stories.txt"))
@@ -158,6 +159,26 @@ def test_what_rounding_costs_is_said(mapper, tmp_path, capsys):
     assert re.search(r"4bit weights cost -?[0-9.]+ of it", capsys.readouterr().out)
     fitted = kvgraft.load_mapper(tmp_path / "fit").fit
     assert fitted["mean_r2_keys_unrounded"] != fitted["mean_r2_keys"]
+
+
+def test_a_verdict_is_that_of_its_weights(mapper, tmp_path, capsys):
+    judged = Mapper.load(mapper)
+    judged.quality = {"verdict": "ship", "reasons": []}
+    folder = judged.save(tmp_path / "judged")
+    (folder / "eval").mkdir()
+    (folder / "eval" / "report.md").write_text("of these weights")
+    (folder / "mine.txt").write_text("a note")
+    for weights, verdict in (("float16", "ship"), ("4bit", None)):
+        out = tmp_path / weights
+        assert main(["convert", str(folder), str(out), "--weights", weights]) == 0
+        assert Mapper.load(out).quality.get("verdict") == verdict
+    assert main(["convert", str(folder), str(folder), "--weights", "8bit"]) == 1
+    assert "Choose another" in capsys.readouterr().err
+    judged.save(folder)
+    assert (folder / "eval" / "report.md").exists()
+    judged.quality = {}
+    judged.save(folder)  # as a new fit does
+    assert not (folder / "eval").exists() and (folder / "mine.txt").exists()
 
 
 def test_convert_to_veloxquant_and_back(mapper, tmp_path):

@@ -76,6 +76,7 @@ WEIGHTS = ("float32", "float16", "bfloat16", "8bit", "4bit")
 """What :func:`save` can store weights as."""
 
 CONFIG, CARD, INDEX = "mapper_config.json", "README.md", "index.json"
+REPORT = "eval"
 SINGLE, SHARD_INDEX = "mapper.safetensors", "mapper.safetensors.index.json"
 _SHARD = re.compile(r"mapper-\d{5}-of-\d{5}\.safetensors")
 
@@ -152,7 +153,9 @@ def save(
             atomic.check_space(fresh.parent, nbytes)
             _write_weights({fresh: list(tensors)}, tensors, config, arrays, progress)
     else:
-        with atomic.replacing_folder(path, _check_replaceable_folder, is_artifact_file) as folder:
+        # A report of weights that were never evaluated is about those that are replaced.
+        ours = is_artifact_file if mapper.quality else _is_artifact_file_or_report
+        with atomic.replacing_folder(path, _check_replaceable_folder, ours) as folder:
             atomic.check_space(folder, nbytes)
             _fill_folder(folder, mapper, config, tensors, arrays, shard_bytes, nbytes, progress)
     _follow(mapper, path)
@@ -184,6 +187,10 @@ def check_destination(path: str | os.PathLike[str]) -> None:
 def is_artifact_file(name: str) -> bool:
     """Whether a file of this name in an artifact's folder is part of the artifact."""
     return name in (CONFIG, CARD, INDEX, SINGLE, SHARD_INDEX) or bool(_SHARD.fullmatch(name))
+
+
+def _is_artifact_file_or_report(name: str) -> bool:
+    return is_artifact_file(name) or name == REPORT
 
 
 def _described(m: LayerMap, weights: str | None, group_size: int) -> LayerMap:

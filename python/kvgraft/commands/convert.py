@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,11 +38,17 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.formats import veloxquant
 
     mapper = artifact.load(args.mapper)
+    if Path(args.out).resolve() == Path(args.mapper).resolve():
+        raise FormatError(
+            f"{args.out} would replace the mapper that it is made from. Choose another."
+        )
     if args.to == "veloxquant":
         if args.weights is not None:
             raise FormatError("--weights goes with kvgraft's own format; leave it out.")
         out = veloxquant.export_veloxquant(mapper, args.out)
     else:
+        if args.weights in ("8bit", "4bit"):
+            mapper.quality = {}  # that of other weights
         out = artifact.save(mapper, args.out, weights=args.weights)
     print(f"Wrote {out}")
     if args.to == "kvgraft" and args.weights in ("8bit", "4bit"):
@@ -70,7 +77,7 @@ def _loss(before: Mapper, after: Mapper, weights: str) -> list[str]:
         )
     lines.append(
         "  What that does to the target was not measured: scores in the artifact are those of the "
-        "weights before. `kvgraft fit --weights` scores the rounded ones."
+        "weights before, and their verdict is left out. Evaluate the new mapper with `kvgraft eval`."
     )
     return lines
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvgraft import artifact
 from kvgraft.formats import atomic
 from kvgraft.mapper import Mapper
 from kvgraft.quality.plots import draw_all
@@ -25,7 +26,7 @@ def is_writable_artifact(path: Path) -> bool:
 def default_folder(path: Path, inside: bool) -> Path:
     """Where results go: ``eval`` in the artifact's folder, or a folder beside it."""
     if inside and path.is_dir():
-        return path / "eval"
+        return path / artifact.REPORT
     return path.parent / f"{path.stem if path.is_file() else path.name}-eval"
 
 
