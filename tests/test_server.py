@@ -229,6 +229,27 @@ def test_concurrent_conversations_are_not_mixed(folders, pair):
     assert len({second for _, second, _ in answers}) > 1
 
 
+@pytest.mark.parametrize("value", [1, 0, "true", None, [True]])
+def test_exact_must_be_a_boolean(folders, value):
+    with serving("--model", folders["large"]) as running:
+        with pytest.raises(openai.BadRequestError) as refused:
+            running.complete(folders["large"], "Once", extra_body={"exact": value})
+        assert "exact must be true or false" in refused.value.response.text
+        running.complete(folders["large"], "Once", extra_body={"exact": False})
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_an_empty_prompt_is_refused_and_the_server_goes_on(folders, pair, seed):
+    options = {} if seed is None else {"seed": seed}
+    want = greedy(pair["large"], pair["large"].tokenizer.encode("Once"))
+    with serving("--model", folders["large"]) as running:
+        for _ in range(2):
+            with pytest.raises(openai.NotFoundError) as refused:  # as for all wrong prompts
+                running.complete(folders["large"], "", **options)
+            assert "prompt is empty" in refused.value.response.text
+            assert running.complete(folders["large"], "Once", **options)[0] == want
+
+
 @pytest.mark.parametrize("seed", [None, 1])
 def test_a_draft_model_gets_its_cache_too(folders, pair, back, seed):
     """With a draft model, or a seed, mlx-lm serves one request at a time, by other code."""
@@ -326,6 +347,22 @@ def test_a_changed_signature_is_refused(monkeypatch):
     monkeypatch.setattr(mlx_server, "run", lambda host, port, models: None)
     with pytest.raises(ServerError, match=r"run\(model_provider\)"):
         make_provider()
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_an_impossible_port_is_refused(capsys, port):
+    # Before the mapper is opened: there is none.
+    assert cli.main(["serve", "--mapper", "nowhere", "--port", port]) == 1
+    assert f"--port is a number from 0 (any free one) to 65535, not {port}" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("gain", ["-1", "many"])
+def test_an_impossible_gain_is_refused(capsys, gain):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["serve", "--mapper", "nowhere", "--min-gain", gain])
+    assert stop.value.code == 2 and "no number of tokens" in capsys.readouterr().err
 
 
 def test_the_command_needs_a_mapper_and_other_commands_take_no_more(capsys):

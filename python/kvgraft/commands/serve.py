@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--min-gain",
-        type=int,
+        type=_tokens,
         metavar="TOKENS",
         help="map only if it saves reading at least this many tokens (default: 64)",
     )
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.mapper:
         raise ServerError("Give at least one --mapper; without any, mlx_lm.server does the same.")
+    provider = make_provider(args.more)  # refuses wrong options; loads nothing
     routes, left_out = load_routes(args.mapper, force=args.force)
-    provider = make_provider(args.more)
     for route in routes:
         print(f"kvgraft: {route}", flush=True)
         if route.verdict != "ship":
@@ -63,3 +63,9 @@ def run(args: argparse.Namespace) -> int:
         min_gain = MIN_GAIN if args.min_gain is None else args.min_gain
         Server(provider, routes, min_gain=min_gain).serve_forever()
     return 0
+
+
+def _tokens(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, 0 or more")
+    return int(text)

@@ -9,6 +9,7 @@ and the usage field of the replies.
 from __future__ import annotations
 
 import inspect
+import json
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ __all__ = ["Server", "check_hooks", "make_provider"]
 
 _upstream: Any = mlx_server
 _EXACT = "kvgraft_exact"
+_MOST_PORT = 65535
 
 
 def check_hooks() -> None:
@@ -80,8 +82,9 @@ def make_provider(options: Sequence[str] = ()) -> Any:
         options: The command line, such as ``["--model", PATH, "--port", "8080"]``.
 
     Raises:
-        ServerError: If the installed mlx-lm's server can't be extended.
-        SystemExit: From mlx-lm, if an option is wrong.
+        ServerError: If the installed mlx-lm's server can't be extended, or the
+            port can't be one.
+        SystemExit: From mlx-lm, if another option is wrong.
     """
     check_hooks()
     providers: list[Any] = []
@@ -93,6 +96,9 @@ def make_provider(options: Sequence[str] = ()) -> Any:
         _upstream.main()
     if not providers:
         raise ServerError(f"The server of mlx-lm {mlx_lm.__version__} did not start as expected.")
+    port = providers[0].cli_args.port
+    if not 0 <= port <= _MOST_PORT:
+        raise ServerError(f"--port is a number from 0 (any free one) to {_MOST_PORT}, not {port}.")
     return providers[0]
 
 
@@ -220,6 +226,9 @@ class _ResponseGenerator(_upstream.ResponseGenerator):  # type: ignore[misc]  # 
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         prompt, *rest = super()._tokenize(tokenizer, request, args)
+        if not len(prompt):
+            # mlx-lm's generation thread would end on it, and with it the server.
+            raise ValueError("The prompt is empty: it has no tokens. Send some text.")
         tagged = RequestTokens(prompt, Origin(exact=getattr(request, _EXACT, False)))
         for part in rest:
             # A prompt with images is looked up by a list of its own.
@@ -241,7 +250,14 @@ class _Handler(_upstream.APIHandler):  # type: ignore[misc]  # untyped
     """Takes ``exact`` in a request; says in its usage field what was mapped."""
 
     def handle_completion(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(request, _EXACT, self.body.get("exact") is True)
+        exact = self.body.get("exact", False)
+        if not isinstance(exact, bool):
+            message = f"exact must be true or false, not {json.dumps(exact)[:80]}"
+            self._set_completion_headers(400)
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": message}).encode())
+            return None
+        setattr(request, _EXACT, exact)
         return super().handle_completion(request, *args, **kwargs)
 
     def generate_response(self, *args: Any, **kwargs: Any) -> Any:
