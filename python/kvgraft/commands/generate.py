@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import math
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import ArgumentError
@@ -131,18 +135,39 @@ def _check(args: argparse.Namespace) -> None:
             raise ArgumentError(f"--{name.replace('_', '-')} is a number of tokens, not {value}.")
     if args.repair == 1 or args.repair < 0:
         raise ArgumentError("--repair must be at least 2, to gain on the generation.")
-    if args.memory_limit is not None and args.memory_limit <= 0:
+    if args.memory_limit is not None and not 0 < args.memory_limit < math.inf:
         raise ArgumentError("--memory-limit is a number of GB above 0.")
+    if args.seed is not None and not 0 <= args.seed < 1 << 64:
+        raise ArgumentError(f"--seed is a number from 0 to 2^64 - 1, not {args.seed}.")
+    _check_sampling(args)
+
+
+def _check_sampling(args: argparse.Namespace) -> None:
+    # Written so that NaN is refused too.
+    if not 0 <= args.temp < math.inf:
+        raise ArgumentError(f"--temp is a number from 0 up, not {args.temp}.")
+    for name, value in (("--top-p", args.top_p), ("--min-p", args.min_p)):
+        if not 0 <= value <= 1:
+            raise ArgumentError(f"{name} is a probability, 0 to 1, not {value}.")
+    if args.top_k < 0:
+        raise ArgumentError(f"--top-k is a number of tokens, not {args.top_k}.")
+    penalty = args.repetition_penalty
+    if penalty is not None and not 0 < penalty < math.inf:
+        raise ArgumentError(f"--repetition-penalty is a number above 0, not {penalty}.")
 
 
 def _session(args: argparse.Namespace) -> Session:
     from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
     from kvgraft.handoff import Session
+    from kvgraft.models import resolve_model
 
     # It is opened before any model is: a wrong path should not cost a minute.
     mapper = None if args.mapper is None else _open(args.mapper)
-    models = {"from": _slot(args.source, args.dtype), "to": _slot(args.target, args.dtype)}
+    folders = resolve_model(args.source), resolve_model(args.target)
+    if args.top_k:
+        _check_top_k(args.top_k, folders)
+    models = {n: _slot(f, args.dtype) for n, f in zip(("from", "to"), folders, strict=True)}
     return Session(
         models,
         {} if mapper is None else {("from", "to"): mapper},
@@ -166,16 +191,29 @@ def _open(path: str) -> Any:
     return Mapper.load(path)
 
 
-def _slot(path: str, dtype: str | None) -> ModelSlot:
+def _check_top_k(top_k: int, folders: Sequence[Path]) -> None:
+    """Refuse what mlx-lm's sampler would fail on at the first token."""
+    for folder in folders:
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # loading the model says what is wrong with it
+        size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+        if isinstance(size, int) and top_k >= size:
+            raise ArgumentError(
+                f"--top-k must be below the {size} tokens of {folder.name}'s vocabulary, not "
+                f"{top_k}."
+            )
+
+
+def _slot(folder: Path, dtype: str | None) -> ModelSlot:
     import mlx.core as mx
 
     from kvgraft.handoff import ModelSlot
-    from kvgraft.models import resolve_model
 
     if dtype is None and mx.default_device() == mx.Device(mx.cpu):
         # MLX's CPU back end multiplies float16 matrices one element at a time.
         dtype = "float32"
-    folder = resolve_model(path)
     return ModelSlot(folder, dtype=None if dtype is None else getattr(mx, dtype))
 
 
