@@ -102,6 +102,37 @@ def test_the_same_file_is_told_by_its_digest(files):
         read([path], {"text": facts})
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_file_that_was_fitted_on_in_part_is_told_by_its_digest(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr("kvgraft.fit.text._PIECE", 1000)
+    path = tmp_path / f"fitted{suffix}"
+    texts = [prose(300, seed) for seed in range(6)]
+    lines = [json.dumps({"text": t}) for t in texts] if suffix == ".jsonl" else texts
+    path.write_text("\n".join(lines) + "\n")
+    text = read_text(path, tokenizer(), sequences=3, seq_len=400).describe()
+    whole = sum(len(tokenizer().encode(t)) for t in texts)
+    assert text["sources"][0]["tokens_read"] < 0.9 * whole, "the fit left some of it"
+    del text["fingerprints"]
+    with pytest.raises(EvaluationError, match="same SHA-256"):
+        read([path], {"text": text})
+    other = tmp_path / f"other{suffix}"
+    other.write_text("\n".join(reversed(lines)) + "\n")
+    assert len(read([other], {"text": text})) == 4
+
+
+def test_repeated_documents_count_once(tmp_path):
+    texts = [prose(300, seed) for seed in range(3)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(json.dumps(t) for t in [*texts[:2], *texts]))
+    got = read([path], {}, count=3)
+    assert len({row.tobytes() for row in got.tokens}) == len(got) == 3
+    assert got.notes == ("2 repeated documents were dropped.",)
+    assert read([path], {}, count=2).notes == ()
+    path.write_text("\n".join([json.dumps(texts[0])] * 3))
+    with pytest.raises(EvaluationError, match="1 documents"):
+        read([path], {}, count=3, length=900)
+
+
 def test_an_old_artifact_needs_the_calibration_text(files):
     got = read([files / "other.txt"], {})
     assert got.disjoint is None and got.describe()["disjoint"] is None

@@ -154,7 +154,7 @@ def measure(
         seed=cfg.seed,
     )
     del first, second
-    notes = []
+    notes = [*heldout.notes]
     if len(heldout) < cfg.documents:
         notes.append(
             f"The text is enough for {len(heldout)} documents of {cfg.prefix + cfg.scored} tokens, "

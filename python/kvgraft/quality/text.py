@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -38,12 +38,14 @@ class HeldoutText:
         filler: Text of the files, for tasks that hide something in it.
         disjoint: How it is known that none of it was fitted on; ``None`` if it
             is not known.
+        notes: What a user should be told, such as of repeated documents.
     """
 
     tokens: NDArray[np.int32]
     sources: tuple[dict[str, Any], ...]
     filler: str
     disjoint: str | None
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,7 +82,8 @@ def read_heldout(
 
     Each document begins with the tokens that the tokenizer itself puts before a
     text. One stretch is taken from each text that is long enough; where that
-    does not give enough, more stretches of the long ones.
+    does not give enough, more stretches of the long ones. Of documents with the
+    same tokens one is taken: more would make intervals narrower than they are.
 
     Args:
         paths: Plain text (several documents are told apart by a marker,
@@ -106,17 +109,32 @@ def read_heldout(
         texts = _texts(path, tokenizer, chat)
         digest = hashlib.sha256("\n\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
         sources.append({"name": path.name, "sha256": digest, "texts": len(texts)})
+        _check_not_fitted(path, digest, tokenizer, fit, chat)
         filler += texts
         per_file.append(_stretches(texts, tokenizer, length))
-    rows = [row for group in zip_longest(*per_file) for row in group if row is not None][:count]
+    offered = (row for group in zip_longest(*per_file) for row in group if row is not None)
+    rows, repeated = _distinct(offered, count)
     if len(rows) < 2:
         raise EvaluationError(
             f"The text has {len(rows)} documents of {length} tokens; at least 2 are needed (one "
             "serves as the other's wrong document). Give more text, or a shorter --prefix."
         )
     tokens = np.array(rows, dtype=np.int32)
-    disjoint = _check_disjoint(tokens, tokenizer, fit, calibration, sources)
-    return HeldoutText(tokens, tuple(sources), "\n".join(filler), disjoint)
+    disjoint = _check_disjoint(tokens, tokenizer, fit, calibration)
+    notes = (f"{repeated} repeated documents were dropped.",) if repeated else ()
+    return HeldoutText(tokens, tuple(sources), "\n".join(filler), disjoint, notes)
+
+
+def _distinct(offered: Iterable[list[int]], count: int) -> tuple[list[list[int]], int]:
+    """The first ``count`` rows that differ, and how many repetitions came between."""
+    rows: dict[tuple[int, ...], list[int]] = {}
+    repeated = 0
+    for row in offered:
+        if len(rows) == count:
+            break
+        repeated += tuple(row) in rows
+        rows.setdefault(tuple(row), row)
+    return list(rows.values()), repeated
 
 
 def _texts(path: Path, tokenizer: Any, chat: bool) -> list[str]:
@@ -155,26 +173,47 @@ def _special_prefix(tokenizer: Any, text: str, bare: list[int]) -> list[int]:
     return []
 
 
+def _fit_text(fit: Mapping[str, Any]) -> Mapping[str, Any]:
+    facts = fit.get("text")
+    return facts if isinstance(facts, Mapping) else {}
+
+
+def _check_not_fitted(
+    path: Path, digest: str, tokenizer: Any, fit: Mapping[str, Any], chat: bool
+) -> None:
+    """Refuse a file that the fit names by its digest.
+
+    That digest is of the file as the fit read it, piece by piece, and only as far
+    as it read. So it is compared with the digest of each beginning of the file.
+    """
+    fitted = {
+        str(s["sha256"]): str(s.get("name", "a file"))
+        for s in _fit_text(fit).get("sources", ())
+        if isinstance(s, Mapping) and "sha256" in s and s.get("tokens_read") != 0
+    }
+    if not fitted:
+        return
+    found = fitted.get(digest)
+    beginning = hashlib.sha256()
+    for piece in documents(TextSource(path), tokenizer, chat=chat):
+        if found is not None:
+            break
+        beginning.update(piece.encode("utf-8", "surrogatepass"))
+        found = fitted.get(beginning.hexdigest())
+    if found is not None:
+        raise EvaluationError(
+            f"{path.name} is the text that the mapper was fitted on ({found}, the same SHA-256). "
+            "Evaluate on other text."
+        )
+
+
 def _check_disjoint(
     tokens: NDArray[np.int32],
     tokenizer: Any,
     fit: Mapping[str, Any],
     calibration: Sequence[str | os.PathLike[str]],
-    sources: Sequence[Mapping[str, Any]],
 ) -> str | None:
-    facts = fit.get("text")
-    text = facts if isinstance(facts, Mapping) else {}
-    fitted = {
-        str(s["sha256"]): str(s.get("name", "a file"))
-        for s in text.get("sources", ())
-        if isinstance(s, Mapping) and "sha256" in s
-    }
-    for source in sources:
-        if source["sha256"] in fitted:
-            raise EvaluationError(
-                f"{source['name']} is the text that the mapper was fitted on "
-                f"({fitted[source['sha256']]}, the same SHA-256). Evaluate on other text."
-            )
+    text = _fit_text(fit)
     known = overlap.decode(text.get("fingerprints"))
     how = "fingerprints in the artifact"
     if known is None and calibration:
