@@ -736,6 +736,29 @@ def test_files_of_another_model_are_refused(
     assert not out.exists()
 
 
+def test_a_place_that_cannot_be_written_is_told_before_any_work(
+    prompt_file: Path, pair: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_work(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("work was begun")
+
+    monkeypatch.setattr("kvgraft.file_transfer.read_prompt_file", no_work)
+    taken = tmp_path / "taken.safetensors"
+    taken.write_bytes((Path(SMALL) / "model.safetensors").read_bytes())
+    (tmp_path / "file").write_text("")
+    for out, why in (
+        (tmp_path / "c.bin", r"called \*.safetensors"),
+        (taken, "not overwritten"),
+        (tmp_path / "file" / "c.safetensors", "c.safetensors"),
+    ):
+        with pytest.raises(ArtifactWriteError, match=why):
+            transfer_file(prompt_file, out, pair["mapper"], SMALL)
+    # A folder that is missing is made, as everywhere.
+    with pytest.raises(AssertionError, match="begun"):
+        transfer_file(prompt_file, tmp_path / "new" / "c.safetensors", pair["mapper"], SMALL)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def test_what_cannot_be_compared_is_noted(
     prompt_file: Path, pair: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from kvgraft.handoff.graft import graft_cache, prefill, read_on
 from kvgraft.mapper import Mapper
 from kvgraft.models import identify, load_model, resolve_model
 from kvgraft.probe import read_geometry
-from kvgraft.prompt_files import PromptFile, read_prompt_file, write_prompt_file
+from kvgraft.prompt_files import PromptFile, check_destination, read_prompt_file, write_prompt_file
 
 __all__ = ["FileTransfer", "prompt_tokens", "transfer_file"]
 
@@ -97,11 +97,12 @@ def transfer_file(
     """
     if min(head or 0, tail or 0) < 0:
         raise CacheError(f"Head and tail are numbers of tokens, not {min(head or 0, tail or 0)}.")
-    if Path(out).exists() and Path(out).samefile(source):
+    if Path(out).exists() and Path(source).exists() and Path(out).samefile(source):
         raise CacheError(
             f"{os.fspath(out)} is the source's file, which would be lost. Write to another one."
         )
     notes = _check_verdict(mapper, force)
+    check_destination(out)
     given = read_prompt_file(source)
     snapshot = read_cache(given.cache, mapper.source)
     before = given.provenance

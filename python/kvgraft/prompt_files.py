@@ -38,7 +38,13 @@ from kvgraft.formats.atomic import check_space, replacing_file
 from kvgraft.formats.recognise import describe_tensors
 from kvgraft.formats.safetensors import Header, read_header
 
-__all__ = ["PromptFile", "is_prompt_file", "read_prompt_file", "write_prompt_file"]
+__all__ = [
+    "PromptFile",
+    "check_destination",
+    "is_prompt_file",
+    "read_prompt_file",
+    "write_prompt_file",
+]
 
 PROVENANCE_KEY = "kvgraft_provenance"
 """Metadata key of a mapped cache's :class:`~kvgraft.caches.Provenance`, as JSON."""
@@ -160,10 +166,7 @@ def write_prompt_file(
     from mlx_lm.models.cache import save_prompt_cache
 
     path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ArtifactWriteError(
-            f"A prompt cache is called *.safetensors, not {path.name}: mlx-lm opens no other name."
-        )
+    _check_name(path)
     written = compact(cache)
     said = {**(metadata or {}), "model": model, "tokenizer_config": tokenizer_config}
     said.pop(PROVENANCE_KEY, None)
@@ -189,6 +192,32 @@ def write_prompt_file(
             os.fsync(file.fileno())
         os.rename(made, fresh)
     return path
+
+
+def check_destination(path: str | os.PathLike[str]) -> None:
+    """Raise what :func:`write_prompt_file` would raise about the place alone, before any work.
+
+    Raises:
+        ArtifactWriteError: If the name is not ``*.safetensors``, something else
+            is there, or writing there is not permitted.
+    """
+    _check_name(Path(path))
+    try:
+        with replacing_file(path, _check_replaceable):
+            raise _Tried
+    except _Tried:
+        pass
+
+
+class _Tried(Exception):
+    """Ends a trial write."""
+
+
+def _check_name(path: Path) -> None:
+    if path.suffix != ".safetensors":
+        raise ArtifactWriteError(
+            f"A prompt cache is called *.safetensors, not {path.name}: mlx-lm opens no other name."
+        )
 
 
 def _check_replaceable(path: Path) -> None:
