@@ -36,7 +36,7 @@ def test_fit_writes_a_mapper_that_verifies(mapper, capsys):
 def test_fit_says_what_it_wrote_and_what_to_do_next(tmp_path, capsys):
     assert main([*FIT, *LITTLE, "--out", str(tmp_path / "m")]) == 0
     out = capsys.readouterr().out
-    assert "held-out R2 of the keys" in out and "kvgraft demo" in out
+    assert "held-out R2 of the keys" in out and "kvgraft eval" in out
 
 
 def test_an_interrupted_fit_leaves_nothing(tmp_path, monkeypatch, capsys):

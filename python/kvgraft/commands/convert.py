@@ -77,7 +77,7 @@ def _loss(before: Mapper, after: Mapper, weights: str) -> list[str]:
         )
     lines.append(
         "  What that does to the target was not measured: scores in the artifact are those of the "
-        "weights before, and their verdict is left out. Evaluate the new mapper with `kvgraft eval`."
+        "weights before, and their verdict is left out. Evaluate the new one with `kvgraft eval`."
     )
     return lines
 
