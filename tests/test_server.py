@@ -31,6 +31,7 @@ from mlx_lm.generate import generate_step
 from test_handoff import identity_mapper
 
 from kvgraft import artifact, cli
+from kvgraft.cli import main
 from kvgraft.demo.data import Conversation, bundled, documents
 from kvgraft.errors import FormatError, ServerError, TokenizerMismatchError
 from kvgraft.handoff import graft_cache, prefill
@@ -747,3 +748,10 @@ def test_without_routes_it_is_the_store_of_mlx_lm(pair, folders):
     fetched, origin = bench.read("small", IDS)
     assert fetched is None and origin.native
     assert bench.look_up("large", [*IDS, 1]) == len(IDS)
+
+
+def test_a_model_that_is_not_there_is_refused_before_listening(capsys):
+    for option in ("--model", "--draft-model"):
+        more = ["--mapper", str(bundled("mapper")), option, "/nope", "--port", "0"]
+        assert main(["serve", *more]) == 1
+        assert "No model at /nope" in capsys.readouterr().err

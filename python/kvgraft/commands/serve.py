@@ -44,6 +44,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start, serve until interrupted, stop."""
     from kvgraft.errors import ServerError
+    from kvgraft.models import resolve_model
     from kvgraft.serve.routes import load_routes
     from kvgraft.serve.server import Server, make_provider, terminate_as_interrupt
     from kvgraft.serve.store import MIN_GAIN
@@ -51,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.mapper:
         raise ServerError("Give at least one --mapper; without any, mlx_lm.server does the same.")
     provider = make_provider(args.more)  # refuses wrong options; loads nothing
+    for asked in (provider.cli_args.model, getattr(provider.cli_args, "draft_model", None)):
+        if asked is not None:
+            resolve_model(asked)  # mlx-lm would go on listening with no model behind it
     routes, left_out = load_routes(args.mapper, force=args.force)
     for route in routes:
         print(f"kvgraft: {route}", flush=True)
