@@ -32,7 +32,7 @@ from kvgraft.fit.select import LayerScores, score_layers
 from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper
 from kvgraft.fit.text import CalibrationText, TextLike, as_list, check_sources, read_text
 from kvgraft.fit.tune import KEPT_BYTES, tune
-from kvgraft.fit.weights import shrink
+from kvgraft.fit.weights import row_weights
 from kvgraft.fit.work import WorkFolder
 from kvgraft.geometry import ModelGeometry
 from kvgraft.mapper import Mapper
@@ -811,9 +811,7 @@ class _Gatherer:
         )
         weights = None
         if started[1].sensitivity is not None:
-            raw = np.array(started[1].sensitivity).astype(np.float64)
-            floor = self._config.effective_rows
-            weights = {kind: shrink(x, floor) for kind, x in zip(KINDS, raw, strict=True)}
+            weights = row_weights(started[1].sensitivity, self._config.effective_rows)
         self.model_seconds += time.perf_counter() - begun
         mx.clear_cache()
         return at, source, target, weights

@@ -26,9 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
+from kvgraft.fit.moments import KINDS
 from kvgraft.geometry import ModelGeometry
 
-__all__ = ["N_BOUNDARIES", "boundaries", "recorded_sensitivities", "shrink"]
+__all__ = ["N_BOUNDARIES", "boundaries", "recorded_sensitivities", "row_weights", "shrink"]
 
 N_BOUNDARIES = 32
 """Queries per sequence at which attention is looked at."""
@@ -178,3 +179,14 @@ def shrink(sensitivity: NDArray[np.float64], floor: float) -> NDArray[np.float64
     variance = float(((raw - 1.0) ** 2).mean())
     mix = 1.0 if variance == 0 else min(1.0, ((1.0 / floor - 1.0) / variance) ** 0.5)
     return np.asarray(1.0 + mix * (raw - 1.0))
+
+
+def row_weights(sensitivity: mx.array, floor: float) -> dict[str, NDArray[np.float64]]:
+    """Weights of the rows of one sequence, by kind; see :func:`shrink`.
+
+    Args:
+        sensitivity: ``[2, rows]``, of keys and values.
+        floor: Smallest effective share of the rows.
+    """
+    raw = np.array(sensitivity).astype(np.float64)
+    return {kind: shrink(x, floor) for kind, x in zip(KINDS, raw, strict=True)}
