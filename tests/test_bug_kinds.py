@@ -213,7 +213,7 @@ def test_08_valid_rows_come_from_the_counters() -> None:
 # 9. mlx-vlm 2061, Rapid-MLX 1294: heads of 96 and groups of 64.
 def test_09_groups_that_do_not_divide_the_head_are_named() -> None:
     pairs = read_cache(filled(3, dim=96)).layers
-    with pytest.raises(GeometryError, match="group size of 64 does not divide.*96.*use 32"):
+    with pytest.raises(GeometryError, match="kv_group_size 64 does not divide.*96.*use 32"):
         build_cache(plain(dim=96), pairs, kv_bits=8, kv_group_size=64)
     built = build_cache(plain(dim=96), pairs, kv_bits=8, kv_group_size=32)
     assert all(isinstance(entry, QuantizedKVCache) for entry in built)

@@ -54,9 +54,9 @@ def test_an_interrupted_fit_leaves_nothing(tmp_path, monkeypatch, capsys):
     [
         (["--text", "/nowhere/text.txt"], "/nowhere/text.txt"),
         (["--source", "/nowhere/model"], "/nowhere/model"),
-        (["--k", "0"], "k must be 1 or more"),
-        (["--sequences", "1"], "sequences"),
-        (["--memory-limit", "1M"], "memory"),
+        (["--k", "0"], "kvgraft: --k must be 1 or more"),
+        (["--sequences", "1"], "--sequences and --seq-len must be at least 2"),
+        (["--memory-limit", "1M"], "--memory-limit of 1.0 MB is not enough"),
     ],
 )
 def test_bad_input_to_fit_is_named(change, message, tmp_path, capsys):
@@ -85,10 +85,10 @@ def test_what_cannot_be_done_is_refused_before_models_are_loaded(
 
 def test_more_source_layers_than_there_are(tmp_path, capsys):
     assert main([*FIT, *LITTLE, "--k", "40", "--out", str(tmp_path / "m")]) == 0
-    assert "k is 40, and the source has 6 layers; all of them" in capsys.readouterr().out
+    assert "--k is 40, and the source has 6 layers; all of them" in capsys.readouterr().out
     plan = ["plan", *FIT[1:], *LITTLE, "--k-values", "7"]
     assert main(plan) == 0
-    assert "k_values is 7, and the source has 6 layers" in capsys.readouterr().out
+    assert "--k-values is 7, and the source has 6 layers" in capsys.readouterr().out
 
 
 def test_a_place_that_is_taken_is_refused_before_any_work(tmp_path, monkeypatch, capsys):

@@ -240,7 +240,7 @@ def _leaves(pair):
 
 def test_hopeless_limits_are_refused_before_work(folder, pair, monkeypatch):
     monkeypatch.setattr(pipeline_module, "capture", None)  # would raise a TypeError
-    with pytest.raises(FitError, match="memory limit of .* is not enough.*plan 'local'"):
+    with pytest.raises(FitError, match="memory_limit of .* is not enough.*plan='local'"):
         fit_mapper(*pair, folder / "text.txt", replace(CONFIG, memory_limit=10_000_000))
 
 

@@ -792,7 +792,7 @@ def test_what_cannot_be_compared_is_noted(
         (["--head", "3", "--prompt-file", "PROMPT+"], "it is not the text that was cached"),
         (["--head", "10000", "--prompt-file", "PROMPT"], "nothing is left to map"),
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
-        (["--kv-bits", "8"], "group size of 64.*use 32"),
+        (["--kv-bits", "8"], "--kv-group-size 64.*use 32"),
         (["--target", "/nowhere/model"], "/nowhere/model"),
         (["--mapper", "/nowhere/mapper"], "/nowhere/mapper"),
     ],

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from kvgraft.errors import KvgraftError
+from kvgraft.naming import options
 
 __all__ = ["main"]
 
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     command: Command = args.command
     try:
-        return command(args)
+        with options(args.options):
+            return command(args)
     except KvgraftError as error:
         print(f"kvgraft: {error}", file=sys.stderr)
         return 1

@@ -19,6 +19,7 @@ from kvgraft.errors import CacheError, FormatError, KvgraftError, PairMismatchEr
 from kvgraft.handoff.graft import graft_cache, prefill, read_on
 from kvgraft.mapper import Mapper
 from kvgraft.models import identify, load_model, resolve_model
+from kvgraft.naming import named
 from kvgraft.probe import read_geometry
 from kvgraft.prompt_files import PromptFile, check_destination, read_prompt_file, write_prompt_file
 
@@ -96,7 +97,10 @@ def transfer_file(
             :func:`kvgraft.prompt_files.write_prompt_file`.
     """
     if min(head or 0, tail or 0) < 0:
-        raise CacheError(f"Head and tail are numbers of tokens, not {min(head or 0, tail or 0)}.")
+        raise CacheError(
+            f"{named('head')} and {named('tail')} are numbers of tokens, not "
+            f"{min(head or 0, tail or 0)}."
+        )
     if Path(out).exists() and Path(source).exists() and Path(out).samefile(source):
         raise CacheError(
             f"{os.fspath(out)} is the source's file, which would be lost. Write to another one."
@@ -132,7 +136,8 @@ def transfer_file(
         if tokens is None:
             raise CacheError(
                 "The target reads the head and the tail from token ids, which the file does not "
-                "hold. Give the text that was cached (--prompt-file), or leave them out."
+                f"hold. Give the text that was cached ({named('prompt')}), or leave out "
+                f"{named('head')} and {named('tail')}."
             )
         if head + tail >= n:
             raise CacheError(
@@ -173,7 +178,7 @@ def _check_verdict(mapper: Mapper, force: bool) -> list[str]:
     if verdict == "do not ship" and not force:
         raise PairMismatchError(
             f"The evaluation of this mapper says: do not ship. {reasons} Read the prompt with the "
-            "target instead (mlx_lm.cache_prompt), or insist with --force."
+            f"target instead (mlx_lm.cache_prompt), or insist with {named('force', True)}."
         )
     if verdict is None:
         return ["the mapper was never evaluated; see `kvgraft eval`"]
@@ -195,7 +200,7 @@ def _ends(
         if any(wanted):
             notes.append(
                 f"its evaluation recommends a head of {wanted[0]} and a tail of {wanted[1]}; give "
-                "the text (--prompt-file)"
+                f"the text ({named('prompt')})"
             )
         return 0, 0
     found = wanted[0] if head is None else head, wanted[1] if tail is None else tail

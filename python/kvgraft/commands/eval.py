@@ -60,6 +60,7 @@ def add_parser(subparsers: Any) -> None:
     )
     out.add_argument(
         "--resume",
+        dest="work",
         metavar="FOLDER",
         help="keep the state here, and go on from it after an interruption",
     )
@@ -149,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
             path=path,
             calibration=args.calibration,
             chat=args.chat,
-            work=args.resume,
+            work=args.work,
             progress=progress,
         )
     results = summarise(mapper, measured)

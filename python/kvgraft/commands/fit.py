@@ -28,6 +28,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--resume",
+        dest="work",
         metavar="FOLDER",
         help="keep the state here, and go on from it after an interruption",
     )
@@ -157,10 +158,10 @@ def run(args: argparse.Namespace) -> int:
     what = args.source, args.target, [parse_source(t) for t in args.text], args.out, config
     group = _processes()
     if group is not None and group.rank() > 0:  # the first one speaks for all
-        fit(*what, work=args.resume, group=group)
+        fit(*what, work=args.work, group=group)
         return 0
     with bar("fitting", "step") as progress:
-        mapper = fit(*what, work=args.resume, progress=progress, notify=_note, group=group)
+        mapper = fit(*what, work=args.work, progress=progress, notify=_note, group=group)
     print(f"Wrote {args.out}: {mapper.describe()}")
     for name in ("keys", "values"):
         scores = [m.scores[f"r2_{name}"] for m in mapper.layers]

@@ -40,6 +40,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--prompt-file",
+        dest="prompt",
         help="the text that was cached ('-' reads stdin), where --head or --tail need it",
     )
     parser.add_argument(
@@ -67,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.mapper import Mapper
 
     prompt = None
-    if args.prompt_file == "-":
+    if args.prompt == "-":
         prompt = sys.stdin.read()
-    elif args.prompt_file is not None:
+    elif args.prompt is not None:
         try:
-            prompt = Path(args.prompt_file).read_text(encoding="utf-8")
+            prompt = Path(args.prompt).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CacheFileNotFoundError(f"Cannot read {args.prompt_file}: {error}") from error
+            raise CacheFileNotFoundError(f"Cannot read {args.prompt}: {error}") from error
     done = transfer_file(
         args.source,
         args.out,

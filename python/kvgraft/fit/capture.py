@@ -19,6 +19,7 @@ from kvgraft.errors import FitError
 from kvgraft.fit.moments import LayerRows
 from kvgraft.fit.weights import recorded_sensitivities
 from kvgraft.geometry import ModelGeometry
+from kvgraft.naming import named
 from kvgraft.rope import RopeTable, rotate_pairs
 
 __all__ = ["CachedRows", "Stripper", "capture", "row_positions"]
@@ -52,7 +53,8 @@ def row_positions(seq_len: int, stride: int, skip: int = 0) -> NDArray[np.int32]
     """
     if stride < 1 or not 0 <= skip < seq_len:
         raise FitError(
-            f"Cannot take rows with stride {stride} after skipping {skip} of {seq_len} tokens."
+            f"Cannot take rows with {named('stride')} {stride} and {named('skip')} {skip} of "
+            f"{seq_len} tokens."
         )
     return np.arange(skip, seq_len, stride, dtype=np.int32)
 
@@ -120,7 +122,7 @@ def _arrays(entry: Any, layer: int, n_tokens: int) -> tuple[mx.array, mx.array]:
     if keys.shape[2] < n_tokens or values.shape[2] < n_tokens:
         raise FitError(
             f"Cache {layer} ({type(entry).__name__}) kept {keys.shape[2]} of {n_tokens} tokens. "
-            "Use calibration sequences that fit into it (a smaller seq_len)."
+            f"Use calibration sequences that fit into it (a smaller {named('seq_len')})."
         )
     return keys[:, :, :n_tokens], values[:, :, :n_tokens]
 

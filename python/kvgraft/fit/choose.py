@@ -24,6 +24,7 @@ from kvgraft.fit.moments import common_heads
 from kvgraft.geometry import ModelGeometry
 from kvgraft.handoff import prefill
 from kvgraft.mapper import Mapper
+from kvgraft.naming import named
 from kvgraft.quality.nll import continuation_nll
 from kvgraft.transfer import iter_transfer
 
@@ -145,7 +146,9 @@ def read_documents(
         CacheError: If the model's caches cannot be handed over yet.
     """
     if not 2 <= prefix < tokens.shape[1]:
-        raise FitError(f"A prefix of {prefix} leaves nothing to score of {tokens.shape[1]} tokens.")
+        raise FitError(
+            f"{named('prefix')} {prefix} leaves nothing to score of {tokens.shape[1]} tokens."
+        )
     source, losses = [], []
     for row in tokens:
         # In one call, after which sliding layers still hold all of it.

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvgraft.errors import FitError
+from kvgraft.naming import named
 
 __all__ = ["FitConfig"]
 
@@ -109,49 +110,54 @@ class FitConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise FitError(
-                    f"FitConfig: {name} must be one of {', '.join(choices)}; got "
+                    f"{named(name)} must be one of {', '.join(choices)}; got "
                     f"{getattr(self, name)!r}."
                 )
         for name in ("k", "k_values"):
             value = getattr(self, name)
             words = ("all", "auto") if name == "k" else ("all", None)
             if value not in words and not (isinstance(value, int) and value >= 1):
-                raise FitError(f"FitConfig: {name} must be 1 or more, or 'all'; got {value!r}.")
+                raise FitError(f"{named(name)} must be 1 or more, or 'all'; got {value!r}.")
         if self.k == "auto" and self.k_values is not None:
-            raise FitError("FitConfig: k='auto' chooses k_values too; leave it out.")
+            raise FitError(f"{named('k', 'auto')} chooses {named('k_values')} too; leave it out.")
         if self.ridge_lambda != "auto" and not (
             isinstance(self.ridge_lambda, int | float) and 0 <= self.ridge_lambda < float("inf")
         ):
-            raise FitError(f"FitConfig: λ must be 0 or more, or 'auto'; got {self.ridge_lambda}.")
+            raise FitError(
+                f"{named('ridge_lambda')} must be 0 or more, or 'auto'; got {self.ridge_lambda}."
+            )
         if self.sequences < 2 or self.seq_len < 2 or self.stride < 1 or self.skip < 0:
             raise FitError(
-                "FitConfig: sequences and seq_len must be at least 2, stride at least 1, skip "
-                f"not negative; got {self.sequences}, {self.seq_len}, {self.stride}, {self.skip}."
+                f"{named('sequences')} and {named('seq_len')} must be at least 2, "
+                f"{named('stride')} at least 1, {named('skip')} not negative; got "
+                f"{self.sequences}, {self.seq_len}, {self.stride}, {self.skip}."
             )
         if self.skip >= self.seq_len:
-            raise FitError(f"FitConfig: skip {self.skip} leaves none of {self.seq_len} tokens.")
+            raise FitError(f"{named('skip')} {self.skip} leaves none of {self.seq_len} tokens.")
         if not 0 < self.heldout < 1:
-            raise FitError(f"FitConfig: heldout must lie between 0 and 1, got {self.heldout}.")
+            raise FitError(f"{named('heldout')} must lie between 0 and 1, got {self.heldout}.")
         if self.tune_steps < 0 or self.tune_batch < 1 or not 0 < self.tune_rate < 1:
             raise FitError(
-                "FitConfig: tune_steps must be 0 or more, tune_batch 1 or more, tune_rate between "
-                "0 and 1."
+                f"{named('tune_steps')} must be 0 or more, {named('tune_batch')} 1 or more, "
+                f"{named('tune_rate')} between 0 and 1."
             )
         if not 0 < self.effective_rows <= 1:
-            raise FitError("FitConfig: effective_rows must lie between 0 and 1.")
+            raise FitError(f"{named('effective_rows')} must lie between 0 and 1.")
         if self.groups is not None:
             if self.plan != "grouped":
-                raise FitError("FitConfig: groups go with plan='grouped'.")
+                raise FitError(f"{named('groups')} go with {named('plan', 'grouped')}.")
             if len({len(g) for g in self.groups}) != 1 or not self.groups[0]:
-                raise FitError("FitConfig: every group must list the same number of heads.")
+                raise FitError("Every group must list the same number of heads.")
         if self.documents < 1 or (self.prefix is not None and self.prefix < 2):
-            raise FitError("FitConfig: documents must be at least 1, prefix at least 2.")
+            raise FitError(
+                f"{named('documents')} must be at least 1, {named('prefix')} at least 2."
+            )
         if self.structure == "heads" and self.plan not in ("local", "auto"):
-            raise FitError("FitConfig: structure 'heads' serves the plan 'local' only.")
+            raise FitError(f"{named('structure', 'heads')} serves {named('plan', 'local')} only.")
         if self.group_size not in (32, 64, 128):
-            raise FitError(f"FitConfig: group_size must be 32, 64 or 128; got {self.group_size}.")
+            raise FitError(f"{named('group_size')} must be 32, 64 or 128; got {self.group_size}.")
         if self.memory_limit is not None and self.memory_limit <= 0:
-            raise FitError("FitConfig: memory_limit must be positive.")
+            raise FitError(f"{named('memory_limit')} must be positive.")
 
     def penalty(self, count: float) -> float:
         """What λ adds to the diagonal of a Gram matrix of ``count`` rows.

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from kvgraft.errors import FitError, FormatError, VersionError
 from kvgraft.fit.tensors import read_tensors, write_tensors
 from kvgraft.geometry import ModelGeometry
+from kvgraft.naming import named
 
 __all__ = ["KINDS", "Columns", "LayerRows", "MomentSet", "Moments", "common_heads"]
 
@@ -331,7 +332,8 @@ class Moments:
             if n_heads is None:
                 raise FitError(
                     "Head-local moments need the same number of KV heads in every layer of both "
-                    "models. Use the full structure (plan 'full' or 'grouped')."
+                    f"models. Use the full structure ({named('plan', 'full')} or "
+                    f"{named('plan', 'grouped')})."
                 )
             self.heads = tuple(range(n_heads) if heads is None else heads)
         elif structure == "full":

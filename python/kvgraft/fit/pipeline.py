@@ -37,6 +37,7 @@ from kvgraft.fit.work import WorkFolder
 from kvgraft.geometry import ModelGeometry
 from kvgraft.mapper import Mapper
 from kvgraft.models import LoadedModel, ModelIdentity, check_tokenizers, load_model
+from kvgraft.naming import named
 from kvgraft.probe import read_geometry
 
 __all__ = [
@@ -360,14 +361,15 @@ def _gathered(
         if plan.spill:
             raise FitError(
                 "Several processes cannot fit in several passes: their moments meet in memory. "
-                "Raise the memory limit, or take the plan 'local'."
+                f"Raise {named('memory_limit')}, or give {named('plan', 'local')}."
             )
         _check_agreement(group, _identity(plan, sides, calibration, config))
         work = None if work is None else Path(work) / f"process-{rank}-of-{size}"
     if n_fit < 4 * plan.in_dim:
         tell(
             f"{n_fit:,} rows are few for {plan.in_dim:,} features per target head: the map will "
-            "be worse than the pair allows. Give more text, a smaller k, or the plan 'local'."
+            f"be worse than the pair allows. Give more text, a smaller {named('k')}, or "
+            f"{named('plan', 'local')}."
         )
     total = len(mine) * len(plan.passes) * (2 if config.sequential else 1)
     total += len(sides[1].geometry.layers) + config.tune_steps
@@ -500,8 +502,8 @@ def _check_request(
         check_sources(as_list(text))
     if config.needs_models and config.prefix is not None and config.prefix >= seq_len:
         raise FitError(
-            f"A prefix of {config.prefix} tokens leaves nothing to score of sequences of "
-            f"{seq_len}. Give a smaller prefix or a larger seq_len."
+            f"{named('prefix')} {config.prefix} leaves nothing to score of sequences of "
+            f"{seq_len} tokens. Give a smaller one, or a larger {named('seq_len')}."
         )
     if work is not None and Path(work).exists() and not Path(work).is_dir():
         raise FitError(
@@ -514,7 +516,7 @@ def _remarks(source: ModelGeometry, config: FitConfig) -> list[str]:
     """What is asked for and cannot be had."""
     n = len(source.layers)
     return [
-        f"{name} is {k}, and the source has {n} layers; all of them are used."
+        f"{named(name)} is {k}, and the source has {n} layers; all of them are used."
         for name, k in (("k", config.k), ("k_values", config.k_values))
         if isinstance(k, int) and k > n
     ]
@@ -523,7 +525,7 @@ def _remarks(source: ModelGeometry, config: FitConfig) -> list[str]:
 def _calibrate(text: Text, tokenizer: Any, config: FitConfig) -> CalibrationText:
     if isinstance(text, CalibrationText):
         if config.skip >= text.seq_len:
-            raise FitError(f"skip {config.skip} leaves none of {text.seq_len} tokens.")
+            raise FitError(f"{named('skip')} {config.skip} leaves none of {text.seq_len} tokens.")
         return text
     return read_text(
         text,
@@ -612,7 +614,7 @@ def _check_space(path: Path, needed: int) -> None:
     if free < needed:
         raise FitError(
             f"The fit needs about {needed / 1e9:.1f} GB of disk at {path}, and {free / 1e9:.1f} "
-            "GB are free. Free some space, or give another folder (work)."
+            f"GB are free. Free some space, or give another folder ({named('work')})."
         )
 
 

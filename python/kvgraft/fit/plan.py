@@ -15,6 +15,7 @@ from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.moments import KINDS, Columns, Moments, common_heads
 from kvgraft.geometry import ModelGeometry
+from kvgraft.naming import named
 
 __all__ = ["FitPlan", "Part", "plan_fit", "solve_bytes"]
 
@@ -182,14 +183,19 @@ def plan_fit(
             plan = build(_pack(parts, room), spill=True)
             if plan.peak_bytes <= config.memory_limit:
                 return plan
-    advice = "" if config.plan == "local" or n_heads is None else " The plan 'local' needs less."
+    advice = ""
+    if config.plan != "local" and n_heads is not None:
+        advice = f" {named('plan', 'local')} needs less."
     if not config.sequential and min(model_bytes) > 0:
-        advice += " Running the models one after the other (sequential) saves one of them."
+        advice += (
+            f" Running the models one after the other ({named('sequential', True)}) saves one of "
+            "them."
+        )
     raise FitError(
-        f"A memory limit of {_size(config.memory_limit)} is not enough: the least that was found "
-        f"is about {_size(best.peak_bytes)} (models {_size(best.model_bytes)}, moments "
-        f"{_size(best.moment_bytes)}, solving {_size(best.solve_bytes)}).{advice} A smaller k "
-        "makes solving smaller."
+        f"{named('memory_limit')} of {_size(config.memory_limit)} is not enough: the least that "
+        f"was found is about {_size(best.peak_bytes)} (models {_size(best.model_bytes)}, moments "
+        f"{_size(best.moment_bytes)}, solving {_size(best.solve_bytes)}).{advice} A smaller "
+        f"{named('k')} makes solving smaller."
     )
 
 

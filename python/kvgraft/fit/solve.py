@@ -17,6 +17,7 @@ from kvgraft.fit.ridge import Residuals, r_squared_by_head, residuals, solve_rid
 from kvgraft.fit.select import LayerScores, choose_layers, score_layers
 from kvgraft.geometry import ModelGeometry
 from kvgraft.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.naming import named
 from kvgraft.weights import Weight, dequantize, quantize
 
 __all__ = [
@@ -72,15 +73,16 @@ def head_plan(
     if plan == "local":
         if counts != {n_target}:
             raise FitError(
-                f"The plan 'local' needs equal KV head counts; target layer {target_layer} has "
-                f"{n_target}, its source layers have {sorted(counts)}. Use 'grouped' or 'full'."
+                f"{named('plan', 'local')} needs equal KV head counts; target layer "
+                f"{target_layer} has {n_target}, its source layers have {sorted(counts)}. Use "
+                "'grouped' or 'full'."
             )
         return tuple((h,) for h in range(n_target))
     if groups is None:
         if len(counts) != 1:
             raise FitError(
                 f"The source layers of target layer {target_layer} have {sorted(counts)} KV "
-                "heads; state the groups, or use the plan 'full'."
+                f"heads; state the groups, or give {named('plan', 'full')}."
             )
         return even_groups(next(iter(counts)), n_target)
     if len(groups) != n_target or any(not 0 <= g < min(counts) for one in groups for g in one):
@@ -332,7 +334,10 @@ def _solve_kind(
     n_heads = fit.target.layers[target_layer].n_kv_heads
     if config.ridge_lambda == "auto":
         if heldout is None:
-            raise FitError("Choosing λ needs moments of held-out text; give λ as a number.")
+            raise FitError(
+                f"Choosing λ needs moments of held-out text; give {named('ridge_lambda')} as a "
+                "number."
+            )
         ridge = best_lambda(fit, heldout, config, kind, target_layer, sources)
     else:
         ridge = config.penalty(fit.count(kind))
@@ -347,7 +352,8 @@ def _solve_kind(
         if not np.isfinite(solved).all():
             raise FitError(
                 f"Target layer {target_layer}, {kind}: the solution is not finite (condition "
-                f"{report.condition:.1e}). Raise λ, or give more calibration text."
+                f"{report.condition:.1e}). Raise {named('ridge_lambda')}, or give more "
+                "calibration text."
             )
         condition = max(condition, report.condition)
         method = report.method if report.method != "cholesky" else method
@@ -390,7 +396,8 @@ def store_weight(dense: Float64, config: FitConfig, where: str) -> Weight:
         if dense.shape[1] % config.group_size:
             raise FitError(
                 f"{where}: {dense.shape[1]} inputs don't divide into groups of "
-                f"{config.group_size}. Use a group size of 32, 64 or 128 that does, or float16."
+                f"{config.group_size}. Give {named('weights', 'float16')}, or from Python a "
+                "group_size of 32, 64 or 128 that does."
             )
         return quantize(
             weight.astype(mx.float16), bits=int(config.weights[0]), group_size=config.group_size
@@ -412,7 +419,8 @@ def _check_range(dense: Float64, dtype: mx.Dtype, where: str) -> None:
     if largest > limit:
         raise FitError(
             f"{where}: a weight of {largest:.3g} is beyond the range of {dtype} ({limit:.3g}). "
-            "Store the weights as bfloat16 or float32, or raise λ."
+            f"Give {named('weights', 'bfloat16')} or {named('weights', 'float32')}, or raise "
+            f"{named('ridge_lambda')}."
         )
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
+from kvgraft.naming import named
 from kvgraft.quality.overlap import encode, fingerprints
 
 __all__ = [
@@ -216,12 +217,15 @@ def read_text(
             sequences. Text for fewer than ``sequences`` is used, with a note.
     """
     if sequences < 2:
-        raise FitError(f"A fit needs at least 2 sequences (one is held out), got {sequences}.")
+        raise FitError(
+            f"A fit needs at least 2 sequences (one is held out), got {named('sequences')} "
+            f"{sequences}."
+        )
     if not 0 < heldout < 1:
-        raise FitError(f"The held-out share must lie between 0 and 1, got {heldout}.")
+        raise FitError(f"{named('heldout')} must lie between 0 and 1, got {heldout}.")
     prefix = _prefix(tokenizer)
     if seq_len < len(prefix) + 2:
-        raise FitError(f"seq_len {seq_len} is too short to hold any text.")
+        raise FitError(f"{named('seq_len')} {seq_len} is too short to hold any text.")
     given = as_list(sources)
     if not given:
         raise FitError("No calibration text given.")
@@ -254,7 +258,7 @@ def read_text(
             f"The calibration text has {n_tokens:,} tokens, less than the two sequences of "
             f"{seq_len:,} that a fit needs at the very least (one is held out)."
             f"{' Repeated text was dropped.' if repeated else ''} Give more text, or shorter "
-            "sequences (seq_len)."
+            f"sequences ({named('seq_len')})."
         )
     notes = []
     if len(rows) < sequences:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from kvgraft.errors import FitError
 from kvgraft.fit.moments import KINDS
 from kvgraft.geometry import ModelGeometry
+from kvgraft.naming import named
 
 __all__ = ["N_BOUNDARIES", "boundaries", "recorded_sensitivities", "row_weights", "shrink"]
 
@@ -83,7 +84,7 @@ def recorded_sensitivities(
     if not modules:
         raise FitError(
             f"The attention of {geometry.model_type} cannot be looked at: it does not call "
-            "mlx-lm's scaled_dot_product_attention. Use uniform weights."
+            f"mlx-lm's scaled_dot_product_attention. Give {named('token_weights', 'uniform')}."
         )
     originals = {name: getattr(module, _NAME) for name, module in modules.items()}
 

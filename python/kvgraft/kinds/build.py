@@ -13,6 +13,7 @@ from kvgraft.held import Held
 from kvgraft.kinds.provenance import Provenance, mark
 from kvgraft.kinds.read import inner_caches, read_entry
 from kvgraft.kinds.snapshot import Bound, QuantizedRows
+from kvgraft.naming import named
 from kvgraft.reference import saturate
 
 __all__ = ["build_cache", "check_mappable", "check_quantizable", "compact", "place"]
@@ -158,19 +159,21 @@ def check_quantizable(
         GeometryError: With the group sizes that would do.
     """
     if bits not in _BITS:
-        raise GeometryError(f"A cache is quantised to {_BITS} bits, not {bits}.")
+        raise GeometryError(f"{named('kv_bits')} is one of {_BITS}, not {bits}.")
     if bound is not None or any(layer.window is not None for layer in geometry.layers):
         raise GeometryError(
             "mlx-lm has no quantised cache for sliding layers or with max_kv_size. Leave out "
-            "--kv-bits."
+            f"{named('kv_bits')}."
         )
     dims = sorted({d for layer in geometry.layers for d in (layer.key_dim, layer.value_dim)})
     fitting = [g for g in _GROUP_SIZES if all(d % g == 0 for d in dims)]
     if group_size not in fitting:
-        use = f"use {' or '.join(map(str, fitting))}" if fitting else "leave out --kv-bits"
+        use = f"use {' or '.join(map(str, fitting))}"
+        if not fitting:
+            use = f"leave out {named('kv_bits')}"
         raise GeometryError(
-            f"A group size of {group_size} does not divide {geometry.model_type}'s head_dim of "
-            f"{', '.join(map(str, dims))}, or is none of {_GROUP_SIZES}; {use}."
+            f"{named('kv_group_size')} {group_size} does not divide {geometry.model_type}'s "
+            f"head_dim of {', '.join(map(str, dims))}, or is none of {_GROUP_SIZES}; {use}."
         )
 
 

@@ -31,6 +31,7 @@ from kvgraft.geometry import ModelGeometry
 from kvgraft.handoff import prefill
 from kvgraft.mapper import Mapper
 from kvgraft.models import LoadedModel, ModelIdentity, check_tokenizers, load_model
+from kvgraft.naming import named
 from kvgraft.probe import read_geometry
 from kvgraft.quality import arms, speed
 from kvgraft.quality.attention import Seen, attention_cosines, watched_attention
@@ -190,7 +191,8 @@ def _check_windows(mapper: Mapper, config: EvalConfig) -> None:
             raise EvaluationError(
                 f"The {who} {geometry.model_type} has layers that see the last {min(windows)} "
                 f"tokens only; this evaluation needs {longest + _QUESTION}. Use a shorter "
-                "--prefix, --scored, --needle-lengths and --speed-lengths."
+                f"{named('prefix')}, {named('scored')}, {named('needle_lengths')} and "
+                f"{named('speed_lengths')}."
             )
 
 

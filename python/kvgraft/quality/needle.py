@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvgraft.errors import EvaluationError
+from kvgraft.naming import named
 
 __all__ = ["DISTRACTORS", "NeedleTask", "answer", "is_right", "make_tasks"]
 
@@ -113,7 +114,7 @@ def make_tasks(
     if len(bare) < max(lengths):
         raise EvaluationError(
             f"The text has {len(bare)} tokens; hiding a needle in {max(lengths)} needs as many. "
-            "Give more text or shorter --needle-lengths."
+            f"Give more text or shorter {named('needle_lengths')}."
         )
     return [
         _task(
@@ -163,7 +164,7 @@ def _task(
     if room < 8:
         raise EvaluationError(
             f"A context of {length} tokens has no room for a needle and {DISTRACTORS} "
-            "look-alikes. Use longer --needle-lengths."
+            f"look-alikes. Use longer {named('needle_lengths')}."
         )
     first = rng.randrange(len(filler) - room + 1)
     text = filler[first : first + room]

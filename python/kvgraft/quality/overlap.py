@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.errors import EvaluationError
+from kvgraft.naming import named
 
 __all__ = ["GUARANTEE", "RUN", "WINDOW", "decode", "encode", "fingerprints", "shared"]
 
@@ -84,7 +85,7 @@ def decode(stored: Any) -> NDArray[np.uint32] | None:
     except (KeyError, ValueError, binascii.Error) as error:
         raise EvaluationError(
             "The mapper's fingerprints of its calibration text are damaged. Get the artifact "
-            "again, or name the calibration text with --calibration."
+            f"again, or name the calibration text with {named('calibration')}."
         ) from error
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvgraft.errors import EvaluationError
+from kvgraft.naming import named
 from kvgraft.quality.arms import PLAIN
 from kvgraft.quality.metrics import TokenScores
 from kvgraft.quality.text import HeldoutText
@@ -52,26 +53,29 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.documents < 2 or self.prefix < 2 or self.scored < 1:
             raise EvaluationError(
-                "An evaluation needs at least 2 documents, a prefix of 2 tokens and 1 scored "
-                f"token; got {self.documents}, {self.prefix} and {self.scored}."
+                f"{named('documents')} and {named('prefix')} must be at least 2, "
+                f"{named('scored')} at least 1; got {self.documents}, {self.prefix} and "
+                f"{self.scored}."
             )
         if min((*self.heads, 0)) < 0 or min((*self.tails, 1)) < 1:
             raise EvaluationError(
-                "Native heads have no less than 0 tokens and tails no less than 1: the last token "
-                "of a prefix is always read by the target."
+                f"{named('heads')} must be at least 0 and {named('tails')} at least 1: the last "
+                "token of a prefix is always read by the target."
             )
         if self.repeats < 1 or self.needle_samples < 1:
-            raise EvaluationError("At least one timed run and one needle per place are needed.")
+            raise EvaluationError(
+                f"{named('repeats')} and {named('needle_samples')} must be at least 1."
+            )
         head, tail = (max(x) for x in zip(*self.ends))
         if head + tail >= self.prefix:
             raise EvaluationError(
                 f"A head of {head} and a tail of {tail} native tokens leave nothing to map of a "
-                f"prefix of {self.prefix}. Use a longer --prefix."
+                f"prefix of {self.prefix}. Use a longer {named('prefix')}."
             )
         if any(not 0 <= d <= 1 for d in self.needle_depths):
-            raise EvaluationError("Needle depths lie between 0 and 1.")
+            raise EvaluationError(f"{named('needle_depths')} must lie between 0 and 1.")
         if self.speed_lengths and min(self.speed_lengths) < 2:
-            raise EvaluationError("Speed is timed at lengths of 2 tokens and more.")
+            raise EvaluationError(f"{named('speed_lengths')} must be at least 2.")
 
     @property
     def ends(self) -> list[tuple[int, int]]:

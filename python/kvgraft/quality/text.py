@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvgraft.errors import EvaluationError
 from kvgraft.fit.text import TextSource, documents, read_text
+from kvgraft.naming import named
 from kvgraft.quality import overlap
 
 __all__ = ["HeldoutText", "read_heldout"]
@@ -117,7 +118,8 @@ def read_heldout(
     if len(rows) < 2:
         raise EvaluationError(
             f"The text has {len(rows)} documents of {length} tokens; at least 2 are needed (one "
-            "serves as the other's wrong document). Give more text, or a shorter --prefix."
+            "serves as the other's wrong document). Give more text, or a shorter "
+            f"{named('prefix')}."
         )
     tokens = np.array(rows, dtype=np.int32)
     disjoint = _check_disjoint(tokens, tokenizer, fit, calibration)

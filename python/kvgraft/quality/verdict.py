@@ -167,7 +167,7 @@ def judge(facts: Facts) -> Verdict:
     if not facts.disjoint:
         doubts.append(
             "The artifact does not tell what it was fitted on, so the text is not proved to be "
-            "held out. Name the calibration text with --calibration."
+            "held out. Name the calibration text (`kvgraft eval --calibration`)."
         )
     if against:
         return Verdict(DO_NOT_SHIP, (*against, *doubts), tuple(notes))

@@ -11,6 +11,7 @@ from kvgraft import artifact
 from kvgraft.errors import FormatError, TokenizerMismatchError
 from kvgraft.mapper import Mapper
 from kvgraft.models import ModelIdentity
+from kvgraft.naming import named
 
 __all__ = ["DO_NOT_SHIP", "Route", "RouteTable", "load_routes", "same_model"]
 
@@ -108,7 +109,7 @@ def load_routes(
         if route.verdict == DO_NOT_SHIP and not force:
             left_out.append(
                 f"{os.fspath(path)} is not used: its evaluation says {DO_NOT_SHIP!r}. The target "
-                "will read its prompts itself. --force uses it all the same."
+                f"will read its prompts itself. {named('force', True)} uses it all the same."
             )
         else:
             routes.append(route)
