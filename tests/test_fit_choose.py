@@ -61,7 +61,6 @@ def search(losses, monkeypatch, *, config=AUTO, layers=28, fits=lambda config: T
         made.size = size
         return made
 
-    monkeypatch.setattr(choose_module, "with_native", lambda documents, model: documents)
     monkeypatch.setattr(
         choose_module, "score", lambda mapper, *rest: [losses(mapper.config) + d for d in (0, 1)]
     )

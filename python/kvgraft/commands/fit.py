@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -151,7 +153,9 @@ def config_of(args: argparse.Namespace) -> FitConfig:
 
 def run(args: argparse.Namespace) -> int:
     """Fit, save, say what came of it."""
+    from kvgraft.errors import QualityWarning
     from kvgraft.fit import fit, parse_source
+    from kvgraft.fit.doubts import doubts
     from kvgraft.progress import bar
 
     config = config_of(args)
@@ -160,7 +164,9 @@ def run(args: argparse.Namespace) -> int:
     if group is not None and group.rank() > 0:  # the first one speaks for all
         fit(*what, work=args.work, group=group)
         return 0
-    with bar("fitting", "step") as progress:
+    with bar("fitting", "step") as progress, warnings.catch_warnings():
+        # Said at the end instead, where it is read.
+        warnings.simplefilter("ignore", QualityWarning)
         mapper = fit(*what, work=args.work, progress=progress, notify=_note, group=group)
     print(f"Wrote {args.out}: {mapper.describe()}")
     for name in ("keys", "values"):
@@ -180,6 +186,8 @@ def run(args: argparse.Namespace) -> int:
         f"  kvgraft eval {args.out} --source {args.source} --target {args.target} "
         "--text HELDOUT.txt"
     )
+    for line in doubts(mapper):
+        print(f"kvgraft: warning: {line}", file=sys.stderr)
     return 0
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "read_documents",
     "score",
     "trace",
+    "with_own",
 ]
 
 K_TO_TRY = (1, 2, 4, 8, 12, 16, 24)
@@ -58,6 +59,7 @@ class Documents:
             one is read by the target itself, as in a hand-over.
         source: The source's cached keys and values of each document, per layer.
         native: Loss per document of the target with its own cache.
+        without: Loss per document of the target on the scored part alone.
         alone: Loss per document of the source going on by itself.
     """
 
@@ -65,6 +67,7 @@ class Documents:
     prefix: int
     source: list[dict[int, tuple[mx.array, mx.array]]]
     native: Sequence[float] = ()
+    without: Sequence[float] = ()
     alone: Sequence[float] = ()
 
 
@@ -165,14 +168,16 @@ def read_documents(
     return Documents(tokens, prefix, source, alone=losses)
 
 
-def with_native(documents: Documents, model: Any) -> Documents:
-    """Add what the target makes of its own caches."""
-    at, native = documents.prefix - 1, []
+def with_own(documents: Documents, model: Any) -> Documents:
+    """Add what the target makes of its own caches, and of no context at all."""
+    at, native, without = documents.prefix - 1, [], []
     for row in documents.tokens:
         cache = prefill(model, row[:at].tolist())
-        native.append(float(continuation_nll(model, cache, row[at:].tolist()).mean()))
+        rest = row[at:].tolist()
+        native.append(float(continuation_nll(model, cache, rest).mean()))
+        without.append(float(continuation_nll(model, None, rest).mean()))
         mx.clear_cache()
-    return replace(documents, native=native)
+    return replace(documents, native=native, without=without)
 
 
 def score(mapper: Mapper, documents: Documents, model: Any, geometry: ModelGeometry) -> list[float]:
@@ -213,7 +218,7 @@ def choose(
 
     Args:
         solve: Makes the mapper of a candidate.
-        documents: Held-out text; see :func:`read_documents`.
+        documents: Held-out text; see :func:`read_documents` and :func:`with_own`.
         model: The target.
         source: Geometry of the source.
         target: Geometry of the target.
@@ -224,7 +229,6 @@ def choose(
     Raises:
         FitError: If no candidate can be solved or none gives a finite loss.
     """
-    told = with_native(documents, model)
     trials: list[tuple[Trial, FitConfig]] = []
     kept: tuple[Trial, Mapper] | None = None
 
@@ -235,7 +239,7 @@ def choose(
                 notify(f"{candidate.plan} k={candidate.k} needs more memory than the limit allows.")
             return None
         mapper = solve(candidate)
-        trial = _trial(mapper, candidate, score(mapper, told, model, target), told.native)
+        trial = _trial(mapper, candidate, score(mapper, documents, model, target), documents.native)
         trials.append((trial, candidate))
         if notify is not None:
             notify(trial.line())
@@ -274,6 +278,7 @@ def trace(documents: Documents, trials: Sequence[Trial]) -> dict[str, Any]:
         "prefix": documents.prefix,
         "scored_tokens": n * (length - documents.prefix),
         "nll_source_alone": float(np.mean(documents.alone)),
+        "nll_without_context": float(np.mean(documents.without)),
         "trials": [
             {
                 # JSON has no NaN and no infinity.

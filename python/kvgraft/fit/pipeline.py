@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,10 +22,11 @@ from numpy.typing import NDArray
 
 from kvgraft import artifact
 from kvgraft.caches import check_mappable
-from kvgraft.errors import FitError, GeometryError
+from kvgraft.errors import FitError, GeometryError, QualityWarning
 from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
-from kvgraft.fit.choose import Documents, choose, read_documents, trace
+from kvgraft.fit.choose import Documents, choose, read_documents, trace, with_own
 from kvgraft.fit.config import FitConfig
+from kvgraft.fit.doubts import doubts
 from kvgraft.fit.estimate import FitTime, estimate_time, measure_blas
 from kvgraft.fit.moments import KINDS, LayerRows, Moments, MomentSet, common_heads
 from kvgraft.fit.plan import FitPlan, Part, plan_fit, solve_bytes
@@ -186,7 +188,9 @@ def fit_mapper(
             arguments, and get the same mapper.
 
     Returns:
-        The mapper, with its scores on held-out text.
+        The mapper, with its scores on held-out text. Where these speak against
+        using it, a :class:`kvgraft.errors.QualityWarning` says so; see
+        :func:`kvgraft.fit.doubts.doubts`.
 
     Raises:
         TokenizerMismatchError: If the models do not share a tokenizer.
@@ -197,7 +201,11 @@ def fit_mapper(
     """
     cfg = FitConfig() if config is None else config
     with _gathered(source, target, text, cfg, work, progress, notify, group) as (moments, stage):
-        return stage.finish(moments)
+        mapper = stage.finish(moments)
+    against = doubts(mapper)
+    if against:
+        warnings.warn(" ".join([mapper.describe() + ":", *against]), QualityWarning, stacklevel=2)
+    return mapper
 
 
 def gather(
@@ -442,6 +450,7 @@ class _LastStage:
         source, target = (side.geometry for side in self.sides)
         ridge = self.config.penalty(moments.fit.count("keys"))
         scores = score_layers(moments.fit, moments.heldout, rule=self.config.selection, ridge=ridge)
+        documents = with_own(documents, self.sides[1].model())
         mapper, trials = choose(
             lambda config: moments.solve(config, scores=scores),
             documents,
