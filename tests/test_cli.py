@@ -86,6 +86,7 @@ def test_what_cannot_be_done_is_refused_before_models_are_loaded(
 def test_more_source_layers_than_there_are(tmp_path, capsys):
     assert main([*FIT, *LITTLE, "--k", "40", "--out", str(tmp_path / "m")]) == 0
     assert "--k is 40, and the source has 6 layers; all of them" in capsys.readouterr().out
+    assert Mapper.load(tmp_path / "m").fit["k"] == 6
     plan = ["plan", *FIT[1:], *LITTLE, "--k-values", "7"]
     assert main(plan) == 0
     assert "--k-values is 7, and the source has 6 layers" in capsys.readouterr().out

@@ -506,6 +506,23 @@ def test_fit_on_arrays(content_space, plan):
         same_maps(by_layer, mapper)
 
 
+def test_more_source_layers_than_there_are(folder, pair, tmp_path):
+    """As VeloxQuant does, all are taken; but not without a word."""
+    config = replace(CONFIG, k=9, k_values=2)
+    with pytest.warns(UserWarning, match="^k is 9, and the source has 3 layers") as seen:
+        mapper = fit_mapper(*pair, folder / "text.txt", config)
+    assert [Path(w.filename).name for w in seen if "k is 9" in str(w.message)] == [
+        "test_fit_pipeline.py"
+    ]
+    assert (mapper.fit["k"], mapper.fit["k_values"]) == (3, 2)
+    assert mapper.layers[0].keys.sources == (0, 1, 2)
+    geo = geometry(2, 2, 4)
+    given = arrays(geo, noise(geo, 40, np.random.default_rng(0)), None, np.arange(40))
+    with pytest.warns(UserWarning, match="^k_values is 5, and the source has 2 layers") as seen:
+        mapper = fit_arrays(given, given, geo, geo, None, FitConfig(k=1, k_values=5))
+    assert mapper.fit["k_values"] == 2
+
+
 def test_arrays_that_do_not_fit_are_refused():
     geo = geometry(2, 2, 4)
     rows = noise(geo, 40, np.random.default_rng(0))

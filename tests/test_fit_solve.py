@@ -348,8 +348,9 @@ def test_k_and_separate_layers():
     assert len(m.keys.sources) == 1 and 3 in m.values.sources and len(m.values.sources) == 2
     m = layer(k=2)
     assert m.keys.sources == m.values.sources == (0, 3)
-    for k in (99, "all"):
-        assert layer(k=k).keys.sources == (0, 1, 2, 3)
+    assert layer(k="all").keys.sources == (0, 1, 2, 3)
+    with pytest.warns(UserWarning, match="k is 99"):
+        assert layer(k=99).keys.sources == (0, 1, 2, 3)
     assert layer(k=1, k_values="all").values.sources == (0, 1, 2, 3)
 
 
@@ -357,7 +358,7 @@ def test_one_layer_each():
     source_geo, target_geo = geometry(1, 1, 4), geometry(1, 1, 4)
     source, target = problem(source_geo, target_geo, error=0.0)
     fit, held = split(source_geo, target_geo, source, target)
-    m = solve_mapper(fit, held, FitConfig(weights="float32")).layers[0]
+    m = solve_mapper(fit, held, FitConfig(k=1, weights="float32")).layers[0]
     assert m.keys.sources == (0,) and m.r2_k > 0.9999
 
 
@@ -473,7 +474,7 @@ def test_no_rows():
     from kvgraft.fit import Moments
 
     with pytest.raises(FitError, match="no rows"):
-        solve_mapper(Moments(geometry(1, 1, 4), geometry(1, 1, 4)), None, FitConfig())
+        solve_mapper(Moments(geometry(1, 1, 4), geometry(1, 1, 4)), None, FitConfig(k=1))
 
 
 def test_weights_are_ready_to_use():

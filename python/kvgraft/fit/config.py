@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvgraft.errors import FitError
@@ -26,7 +26,8 @@ class FitConfig:
     """Settings of a fit. The defaults follow the paper, except for ``selection``.
 
     Attributes:
-        k: Source layers per target layer, ``"all"``, or ``"auto"``: chosen by the
+        k: Source layers per target layer (all, with a remark, if the source has
+            fewer), ``"all"``, or ``"auto"``: chosen by the
             target's loss on held-out text; see :mod:`kvgraft.fit.choose`.
         k_values: The same for values only; ``None`` takes ``k``.
         ridge_lambda: λ of the ridge, or ``"auto"``: for each layer, keys and values
@@ -158,6 +159,30 @@ class FitConfig:
             raise FitError(f"{named('group_size')} must be 32, 64 or 128; got {self.group_size}.")
         if self.memory_limit is not None and self.memory_limit <= 0:
             raise FitError(f"{named('memory_limit')} must be positive.")
+
+    def within(self, n_layers: int) -> tuple[FitConfig, list[str]]:
+        """The same with no more source layers than there are.
+
+        VeloxQuant-MLX takes all of them too where more are asked for, so that is no
+        error; but it is another map than was asked for.
+
+        Args:
+            n_layers: Layers of the source.
+
+        Returns:
+            The settings, and a line for the user for each that was too large.
+        """
+        changes: dict[str, Any] = {}
+        remarks = []
+        for name in ("k", "k_values"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value > n_layers:
+                changes[name] = n_layers
+                remarks.append(
+                    f"{named(name)} is {value}, and the source has {n_layers} layers; all of them "
+                    "are used."
+                )
+        return replace(self, **changes), remarks
 
     def penalty(self, count: float) -> float:
         """What λ adds to the diagonal of a Gram matrix of ``count`` rows.

@@ -309,7 +309,8 @@ def forecast(
         seconds += time.perf_counter() - begun
         side.release()
     check_tokenizers(sides[0].tokenizer, sides[1].tokenizer)
-    notes: tuple[str, ...] = tuple(_remarks(sides[0].geometry, cfg))
+    cfg, remarks = cfg.within(len(sides[0].geometry.layers))
+    notes = tuple(remarks)
     sequences, rows_fitted = cfg.sequences, None
     if text is not None:
         calibration = _calibrate(text, sides[0].tokenizer, cfg)
@@ -351,7 +352,12 @@ def _gathered(
             side.release()
     check_tokenizers(sides[0].tokenizer, sides[1].tokenizer)
     calibration = _calibrate(text, sides[0].tokenizer, config)
-    for note in (*_remarks(sides[0].geometry, config), *calibration.notes):
+    config, remarks = config.within(len(sides[0].geometry.layers))
+    for note in remarks:
+        if notify is None:
+            warnings.warn(note, stacklevel=4)  # where fit_mapper or gather was called
+        tell(note)
+    for note in calibration.notes:
         tell(note)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     mine = list(range(rank, len(calibration), size))
@@ -519,16 +525,6 @@ def _check_request(
             f"{work} is a file; a fit keeps its state in a folder. Give a new or empty folder, or "
             "that of an unfinished fit."
         )
-
-
-def _remarks(source: ModelGeometry, config: FitConfig) -> list[str]:
-    """What is asked for and cannot be had."""
-    n = len(source.layers)
-    return [
-        f"{named(name)} is {k}, and the source has {n} layers; all of them are used."
-        for name, k in (("k", config.k), ("k_values", config.k_values))
-        if isinstance(k, int) and k > n
-    ]
 
 
 def _calibrate(text: Text, tokenizer: Any, config: FitConfig) -> CalibrationText:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +134,9 @@ def solve_mapper(
             "Choosing k or the plan by loss needs the models; use fit_mapper, or give both here."
         )
     fit = as_set(moments)
+    config, remarks = config.within(len(fit.source.layers))
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=3)
     test = None if heldout is None else as_set(heldout)
     chosen = list(range(len(fit.target.layers)) if targets is None else targets)
     if not fit.count("keys") > 1:
