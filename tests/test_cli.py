@@ -95,7 +95,7 @@ def test_more_source_layers_than_there_are(tmp_path, capsys):
 def test_a_place_that_is_taken_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "thesis.txt").write_text("mine")
-    monkeypatch.setattr("kvgraft.fit.pipeline.fit_mapper", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr("kvgraft.fit.pipeline._gathered", lambda *a, **k: pytest.fail("started"))
     assert main([*FIT, *LITTLE, "--out", str(tmp_path / "m")]) == 1
     assert "is not overwritten" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["m"]

@@ -30,6 +30,7 @@ from kvgraft.fit import (
     read_text,
 )
 from kvgraft.fit import pipeline as pipeline_module
+from kvgraft.fit.work import WorkFolder
 from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.handoff import graft_cache
 from kvgraft.mapper import Mapper
@@ -418,6 +419,109 @@ def test_a_folder_of_another_fit_is_refused(folder, pair, tmp_path, monkeypatch)
     with pytest.raises(FitError, match="damaged"):
         fit_mapper(*pair, folder / "text.txt", CONFIG, work=mine)
     assert (mine / "thesis.txt").read_text() == "precious"
+
+
+FULL_DISK = """
+import resource, sys
+from kvgraft import cli
+from kvgraft.fit import pipeline
+
+# Files may not grow beyond this any more, as if the disk were full. (Python ignores the signal
+# that goes with it.)
+room, where, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+pipeline.CHECKPOINT_EVERY = 4
+calls = []
+
+def fill_up():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+
+def counted(call, name, n):
+    def wrapped(*args, **named):
+        calls.append(name)
+        if where == name and calls.count(name) == n:
+            fill_up()
+        return call(*args, **named)
+    return wrapped
+
+pipeline.capture = counted(pipeline.capture, "reading", 11)
+pipeline.solve_mapper = counted(pipeline.solve_mapper, "solving", 1)
+settings = "--sequences 10 --seq-len 48 --stride 1 --k 2 --plan full --weights float32 --lambda 1"
+status = cli.main(
+    ["fit", *settings.split(), "--source", folder + "/source", "--target", folder + "/target",
+     "--text", folder + "/text.txt", *sys.argv[4:]]
+)
+print(len(calls) - calls.count("solving"), "model runs")
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    "room, where, saved, runs_left, advice",
+    [
+        # Of 20 model runs. Five sequences are kept when the rows of the next find no room, and
+        # eight when moments, which are larger, do not.
+        pytest.param(30_000, "reading", (0, 4), 10, "Free some space", id="rows"),
+        pytest.param(90_000, "reading", (0, 4), 4, "Free some space", id="moments"),
+        pytest.param(3_000, "solving", (1, 0), 0, "was there before is unchanged", id="mapper"),
+    ],
+)
+def test_the_disk_fills_up(folder, pair, tmp_path, room, where, saved, runs_left, advice):
+    """A clear error, the last save intact, and a fit that goes on from it."""
+    script = tmp_path / "run.py"
+    script.write_text(FULL_DISK)
+    work, out = tmp_path / "work", tmp_path / "out"
+
+    def fit_again(room, where):
+        command = [sys.executable, script, room, where, folder, "--resume", work, "--out", out]
+        return subprocess.run([str(a) for a in command], capture_output=True, text=True)
+
+    failed = fit_again(room, where)
+    assert failed.returncode == 1, failed.stderr
+    assert "Traceback" not in failed.stderr and "Cannot write" in failed.stderr
+    assert advice in failed.stderr
+    assert not out.exists()
+    state = json.loads((work / "state.json").read_text())
+    assert (state["pass"], state["done"]) == saved
+    assert not [name for name in os.listdir(work) if "part-" in name and name.startswith("part-")]
+    sizes = {name: (work / name).stat().st_size for name in state["moments"]}
+    assert sizes and all(sizes.values())
+    assert {n for n in os.listdir(work) if n.startswith("moments-")} == set(sizes)
+
+    done = fit_again(0, "nowhere")
+    assert done.returncode == 0, done.stderr
+    assert not work.exists()
+    n_runs = int(done.stdout.splitlines()[-1].split()[0])
+    assert n_runs == runs_left
+    got = Mapper.load(out)
+    for m in got.layers:
+        got.load_layer(m.target_layer)
+    same_maps(got, fit_mapper(*pair, folder / "text.txt", CONFIG), 1e-3)
+
+
+def test_a_save_that_stops_half_way_leaves_the_one_before_it(tmp_path):
+    """And takes up no room: on a full disk every byte counts."""
+
+    class Part:
+        def __init__(self, content: str | None) -> None:
+            self.content = content
+
+        def save(self, path: Path) -> None:
+            if self.content is None:
+                raise FitError("Cannot write: the disk is full.")
+            path.write_text(self.content)
+
+    work = WorkFolder(tmp_path / "work", {"n_passes": 1})
+    work.checkpoint(0, 50, [Part("old"), Part("old")])
+    with pytest.raises(FitError, match="disk is full"):
+        work.checkpoint(0, 100, [Part("new"), Part(None)])
+    assert work.done == 50
+    assert [path.read_text() for path in work.moments_of(0)] == ["old", "old"]
+    assert len(os.listdir(tmp_path / "work")) == 3  # these two and the state
+    again = WorkFolder(tmp_path / "work", {"n_passes": 1})
+    assert (again.done, again.moments_of(0)) == (50, work.moments_of(0))
+    again.checkpoint(0, 100, [Part("new"), Part("new")])
+    assert [path.read_text() for path in again.moments_of(0)] == ["new", "new"]
+    assert len(os.listdir(tmp_path / "work")) == 3
 
 
 def test_full_disk_is_seen_before_work(folder, monkeypatch):

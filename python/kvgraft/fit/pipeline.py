@@ -199,13 +199,7 @@ def fit_mapper(
             limit is too small, or a layer cannot be fitted. Nothing but the
             ``work`` folder, if given, is left behind.
     """
-    cfg = FitConfig() if config is None else config
-    with _gathered(source, target, text, cfg, work, progress, notify, group) as (moments, stage):
-        mapper = stage.finish(moments)
-    against = doubts(mapper)
-    if against:
-        warnings.warn(" ".join([mapper.describe() + ":", *against]), QualityWarning, stacklevel=2)
-    return mapper
+    return _fit(source, target, text, config, work, progress, notify, group, lambda mapper: None)
 
 
 def gather(
@@ -243,15 +237,36 @@ def fit(
     """Fit a mapper and save it; what ``kvgraft fit`` does.
 
     Nothing is written to ``out`` before the fit is complete, and then all of it
-    in one step. Arguments are those of :func:`fit_mapper`; ``out`` is the
-    artifact's folder.
+    in one step; ``work`` is emptied after that. Arguments are those of
+    :func:`fit_mapper`; ``out`` is the artifact's folder.
     """
     artifact.check_destination(out)
-    mapper = fit_mapper(
-        source, target, text, config, work=work, progress=progress, notify=notify, group=group
-    )
-    if group is None or group.rank() == 0:
-        mapper.save(out)
+
+    def save(mapper: Mapper) -> None:
+        if group is None or group.rank() == 0:
+            mapper.save(out)
+
+    return _fit(source, target, text, config, work, progress, notify, group, save)
+
+
+def _fit(
+    source: ModelLike,
+    target: ModelLike,
+    text: Text,
+    config: FitConfig | None,
+    work: str | os.PathLike[str] | None,
+    progress: Progress | None,
+    notify: Callable[[str], None] | None,
+    group: mx.distributed.Group | None,
+    save: Callable[[Mapper], None],
+) -> Mapper:
+    cfg = FitConfig() if config is None else config
+    with _gathered(source, target, text, cfg, work, progress, notify, group) as (moments, stage):
+        mapper = stage.finish(moments)
+        save(mapper)  # before the folder is emptied: if this fails, the moments are still there
+    against = doubts(mapper)
+    if against:
+        warnings.warn(" ".join([mapper.describe() + ":", *against]), QualityWarning, stacklevel=3)
     return mapper
 
 
@@ -355,7 +370,7 @@ def _gathered(
     config, remarks = config.within(len(sides[0].geometry.layers))
     for note in remarks:
         if notify is None:
-            warnings.warn(note, stacklevel=4)  # where fit_mapper or gather was called
+            warnings.warn(note, stacklevel=5)  # where fit_mapper or gather was called
         tell(note)
     for note in calibration.notes:
         tell(note)
