@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from kvgraft.artifact import check_pair
 from kvgraft.caches import read_cache
 from kvgraft.errors import (
     ArgumentError,
@@ -18,8 +19,10 @@ from kvgraft.errors import (
     KvgraftError,
     UnsupportedCacheError,
 )
+from kvgraft.handoff import graft_cache
 from kvgraft.held import Held
-from kvgraft.transfer import apply, iter_transfer, transfer_cache, transfer_layer
+from kvgraft.mapper import Mapper
+from kvgraft.transfer import apply, iter_transfer, load_mapper, transfer_cache, transfer_layer
 
 MAPPER = mappers.mapper()
 KV = mappers.cache(MAPPER.source, 5)
@@ -65,6 +68,14 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
                              ArgumentError, r"source layers \[1, 2, 3\]"),
     "held of another length": (lambda: iter_transfer(KV, MAPPER, held={i: Held.all(6) for i in KV}),
                                GeometryError, "have shape"),
+    "a path for graft_cache": (lambda: graft_cache(mlx_lm_caches(), "my-mapper", None),
+                               ArgumentError, "load_mapper"),
+    "graft_cache, swapped": (lambda: graft_cache(MAPPER, mlx_lm_caches(), None), ArgumentError,
+                             "not a list"),
+    "a path for check_pair": (lambda: check_pair("my-mapper"), ArgumentError, "load_mapper"),
+    "a number for a path": (lambda: load_mapper(3), ArgumentError, "not by a int"),
+    "bytes for a path": (lambda: load_mapper(b"m"), ArgumentError, "not by a bytes"),
+    "a mapper for a path": (lambda: load_mapper(MAPPER), ArgumentError, "open already"),
     "nothing in common": (lambda: iter_transfer(KV, MAPPER, held={
         i: Held.of([(10 * i, 10 * i + 5)]) for i in KV}), CacheError, "no tokens in common"),
 }  # fmt: skip
@@ -112,11 +123,23 @@ def test_layers_may_hold_different_tokens() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_values_are_looked_at_on_request_only(bad: float) -> None:
+def test_values_are_looked_at_where_they_are_evaluated(bad: float, tmp_path: Any) -> None:
     spoilt = dict(KV)
     k = mx.array(KV[2][0])
     k[0, 1, 2] = bad
     spoilt[2] = (k, KV[2][1])
+    found = "Source layer 2 of the cache: NaN or infinite"
+    MAPPER.save(tmp_path / "m")
+    from_file = Mapper.load(tmp_path / "m")
+    with pytest.raises(CacheError, match=found):
+        transfer_cache(spoilt, from_file)
+    with pytest.raises(CacheError, match=found):
+        apply(from_file, list(spoilt.values()))
+    with pytest.raises(CacheError, match=found):
+        transfer_cache(spoilt, MAPPER, check_finite=True)
+    # Lazy: nothing is looked at.
+    transfer_cache(spoilt, from_file, unload_after=False)
+    transfer_cache(spoilt, from_file, check_finite=False)
     mapped = transfer_cache(spoilt, MAPPER)
     assert not mx.isfinite(mapped[1][0]).all()  # of source layers 1 and 2
     assert mx.isfinite(mapped[2][0][:, 0]).all()
@@ -124,6 +147,13 @@ def test_values_are_looked_at_on_request_only(bad: float) -> None:
     assert next(layers)[0] == 0  # of layers 0 and 1: nothing wrong yet
     with pytest.raises(CacheError, match="Source layer 2 of the cache: NaN or infinite"):
         next(layers)
+
+
+def test_large_values_are_not_infinite() -> None:
+    large = {i: (mx.full(k.shape, 3e38), v) for i, (k, v) in KV.items()}  # the sum overflows
+    transfer_cache(large, MAPPER, check_finite=True)
+    half = {i: (mx.full(k.shape, 6e4, mx.float16), v) for i, (k, v) in KV.items()}
+    transfer_cache(half, MAPPER, check_finite=True)
 
 
 def test_half_precision_hides_an_infinite_source() -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvgraft.errors import (
+    ArgumentError,
     ChecksumError,
     FormatError,
     GeometryError,
@@ -53,7 +54,7 @@ from kvgraft.formats.safetensors import (
 )
 from kvgraft.formats.store import FileStore, check_finite, check_tensors, expected_tensors
 from kvgraft.geometry import LayerGeometry, ModelGeometry
-from kvgraft.mapper import LayerMap, Mapper, Storage
+from kvgraft.mapper import LayerMap, Mapper, Storage, require_mapper
 from kvgraft.models import ModelIdentity
 from kvgraft.rope import RopeSpec
 from kvgraft.weights import AffineWeight, Weight, dequantize, quantize
@@ -396,6 +397,7 @@ def load(path: str | os.PathLike[str], *, verify: bool = False) -> Mapper:
         The mapper, no layer of it in memory.
 
     Raises:
+        ArgumentError: If ``path`` is no path.
         MapperNotFoundError: If there is nothing at ``path``, or a file of the
             artifact is missing.
         TruncatedFileError: If a file is shorter than it should be.
@@ -412,8 +414,14 @@ def load(path: str | os.PathLike[str], *, verify: bool = False) -> Mapper:
     return _load_file(path) if kind == "file" else _load_folder(path)
 
 
-def _given(path: str | os.PathLike[str]) -> Path:
+def _given(path: Any) -> Path:
     """The path; an empty one is not meant to be the current folder."""
+    if not isinstance(path, (str, os.PathLike)):
+        hint = " It is open already." if isinstance(path, Mapper) else ""
+        raise ArgumentError(
+            f"A mapper is opened by its path, a str or os.PathLike, not by a "
+            f"{type(path).__name__}.{hint}"
+        )
     if not os.fspath(path):
         raise MapperNotFoundError(
             "No path of a mapper is given. Give the folder that `kvgraft fit --out` wrote, or a "
@@ -756,8 +764,10 @@ def check_pair(
         carry over between precisions of one model, at some loss.
 
     Raises:
+        ArgumentError: If ``mapper`` is none.
         PairMismatchError: Naming everything that differs.
     """
+    require_mapper(mapper)
     wrong: list[str] = []
     harmless: list[str] = []
     for side, fitted, given in (

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from kvgraft.errors import GeometryError, MapperNotFoundError
+from kvgraft.errors import ArgumentError, GeometryError, MapperNotFoundError
 from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models import ModelIdentity
 from kvgraft.weights import AffineWeight, Weight, dequantize, weight_shape
@@ -28,6 +28,7 @@ __all__ = [
     "Mapper",
     "Storage",
     "WeightStore",
+    "require_mapper",
 ]
 
 
@@ -214,6 +215,19 @@ class WeightStore(Protocol):
 
         Returns at once and takes no memory of the process; may do nothing.
         """
+
+
+def require_mapper(mapper: object, hint: str = "") -> None:
+    """Refuse what is not a mapper, such as the path of one.
+
+    Raises:
+        ArgumentError: With ``hint`` at the end, unless it is a path.
+    """
+    if isinstance(mapper, Mapper):
+        return
+    if isinstance(mapper, (str, os.PathLike)):
+        hint = " Open it with kvgraft.load_mapper."
+    raise ArgumentError(f"A Mapper is expected, not a {type(mapper).__name__}.{hint}")
 
 
 @dataclass

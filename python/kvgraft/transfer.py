@@ -5,10 +5,11 @@ The names and shapes are those of VeloxQuant-MLX (``load_mapper``,
 arrays in, arrays out. :mod:`kvgraft.caches` reads and builds mlx-lm's cache
 objects.
 
-Values are not looked at unless ``check_finite`` asks for it: that would evaluate
-the arrays, and these functions are lazy, as MLX's own are. A NaN comes out as
-NaN. An infinite value comes out as the largest value of a half-precision
-``dtype``, so look at the source if it may hold one.
+NaN and infinity in the source are refused where the arrays are evaluated anyway,
+layer by layer (a mapper that is read from its file, and ``unload_after``), and on
+request by ``check_finite``. Elsewhere these functions are lazy, as MLX's own are,
+and looking would evaluate the arrays. There a NaN comes out as NaN, and an infinite
+value as the largest value of a half-precision ``dtype``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import mlx.core as mx
 from kvgraft import artifact
 from kvgraft.errors import ArgumentError, CacheError, GeometryError, UnsupportedCacheError
 from kvgraft.held import Held
-from kvgraft.mapper import LayerMap, LinearMap, Mapper, SourceKV
+from kvgraft.mapper import LayerMap, LinearMap, Mapper, SourceKV, require_mapper
 from kvgraft.ops import map_layer
 from kvgraft.quality.verdict import warn_if_doubtful
 from kvgraft.rope import RopeSpec, RopeTable
@@ -97,6 +98,7 @@ def transfer_cache(
     unload_after: bool = True,
     *,
     dtype: mx.Dtype | None = None,
+    check_finite: bool | None = None,
 ) -> dict[int, tuple[mx.array, mx.array]]:
     """Produce every target layer's keys and values.
 
@@ -110,6 +112,8 @@ def transfer_cache(
             result is lazy. A mapper that is only in memory keeps its weights,
             since nothing could bring them back, and is mapped lazily.
         dtype: dtype of the result; default that of the source.
+        check_finite: Refuse NaN and infinity in the source, which evaluates it.
+            Default: where layers are evaluated one at a time anyway.
 
     Returns:
         ``{target_layer: (keys, values)}``. Never shares memory with the source.
@@ -119,8 +123,14 @@ def transfer_cache(
             mapper or NumPy arrays.
         GeometryError: If layers are missing, or shapes, dtypes or positions
             don't fit the mapper; before any work.
+        CacheError: If NaN or infinity was looked for and found.
     """
-    mapped = iter_transfer(source_kv, mapper, positions, unload_after, dtype=dtype)
+    _check_mapper(mapper)
+    if check_finite is None:
+        check_finite = unload_after and mapper.store is not None
+    mapped = iter_transfer(
+        source_kv, mapper, positions, unload_after, dtype=dtype, check_finite=check_finite
+    )
     return {target_layer: (keys, values) for target_layer, keys, values in mapped}
 
 
@@ -231,7 +241,7 @@ def apply(
     shape = source_kv[mapper.source_layers[0]][0].shape
     n_tokens = int(shape[-2]) if len(shape) > 1 else 0
     positions = mx.arange(offset, offset + n_tokens, dtype=mx.int32)
-    return [(k, v) for _, k, v in iter_transfer(source_kv, mapper, positions, dtype=dtype)]
+    return list(transfer_cache(source_kv, mapper, positions, dtype=dtype).values())
 
 
 @dataclass
@@ -369,15 +379,11 @@ def _check_kinds(mapper: Any, source_kv: Any) -> None:
 
 
 def _check_mapper(mapper: Any) -> None:
-    if isinstance(mapper, Mapper):
-        return
-    hint = (
-        " Open it with kvgraft.load_mapper."
-        if isinstance(mapper, (str, os.PathLike))
-        else " The order is transfer_layer(mapper, target_layer, source_kv) and "
-        "transfer_cache(source_kv, mapper)."
+    require_mapper(
+        mapper,
+        " The order is transfer_layer(mapper, target_layer, source_kv) and "
+        "transfer_cache(source_kv, mapper).",
     )
-    raise ArgumentError(f"A Mapper is expected, not a {type(mapper).__name__}.{hint}")
 
 
 def _check_pair(s: int, pair: Any) -> None:
@@ -392,11 +398,18 @@ def _check_pair(s: int, pair: Any) -> None:
 
 
 def _check_finite(pairs: _Pairs) -> None:
-    finite = {
-        s: mx.logical_and(mx.isfinite(k).all(), mx.isfinite(v).all()) for s, (k, v) in pairs.items()
+    # A sum is finite only if all its terms are, and on a CPU it is made several times
+    # as fast as a test of each. Where it overflows, each is tested.
+    sums = {
+        s: [mx.isfinite(x.astype(mx.float32).sum()) for x in pair] for s, pair in pairs.items()
     }
-    mx.eval(finite)
-    bad = [s for s, fine in finite.items() if not fine.item()]
+    mx.eval(sums)
+    bad = [
+        s
+        for s, finite in sums.items()
+        if not all(x.item() for x in finite)
+        and not all(mx.isfinite(x).all().item() for x in pairs[s])
+    ]
     if bad:
         raise CacheError(
             f"Source layer{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} of the cache: NaN or "

@@ -15,7 +15,7 @@ from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.graft import plan_handover
 from kvgraft.held import Held
 from kvgraft.kinds.snapshot import LayerRows
-from kvgraft.mapper import Mapper
+from kvgraft.mapper import Mapper, require_mapper
 from kvgraft.probe import read_geometry
 
 __all__ = ["graft_cache", "prefill", "read_on"]
@@ -106,6 +106,7 @@ def graft_cache(
         PairMismatchError: If the cache or the target is not what the mapper was
             fitted for.
     """
+    require_mapper(mapper)
     geometry = read_geometry(target) if target_geometry is None else target_geometry
     artifact.check_pair(mapper, target=geometry)
     snapshot = caches.read_cache(source_cache, mapper.source, row=row)
