@@ -263,3 +263,23 @@ def test_peak_memory_does_not_grow_with_the_text():
 
 def source_geo_width(geo: ModelGeometry) -> int:
     return sum(layer.n_kv_heads * layer.key_dim for layer in geo.layers)
+
+
+def test_nearly_dependent_features():
+    """What tells features of one layer from those of another, as alike as real ones are.
+
+    With float32 products the error here is a third of the smallest eigenvalue.
+    """
+    source, target = geometry(2, 1, 4), geometry(1, 1, 4)
+    rng = np.random.default_rng(3)
+    rows = noise(source, 6000, rng, 30.0)
+    first = rows.keys[0]
+    little = 1e-3 * first.std(axis=1, keepdims=True) * rng.standard_normal(first.shape)
+    rows.keys[1] = (first + little).astype(np.float32)
+    moments = gathered(source, target, rows, noise(target, 6000, rng), step=512)
+    want = expected(rows, rows, "keys", None, None)[1]
+    got = MomentSet(moments).xx("keys", (0, 1), None)
+    scale = np.sqrt(np.outer(np.diag(want), np.diag(want)))
+    smallest = np.linalg.eigvalsh(want / scale)[0]
+    assert smallest < 1e-6  # of a largest one of 2
+    assert np.abs(np.linalg.eigvalsh((got - want) / scale)).max() < 1e-6 * smallest

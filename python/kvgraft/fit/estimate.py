@@ -21,8 +21,8 @@ class BlasRate:
     """Floating-point operations per second of NumPy's matrix product.
 
     Attributes:
-        single: In float32, which the moments are multiplied in.
-        double: In float64, which the systems are solved in.
+        single: In float32, which the moments that are scored on are multiplied in.
+        double: In float64, which the others are, and the systems are solved in.
     """
 
     single: float
@@ -92,7 +92,7 @@ def estimate_time(
     solving = sum(_solve_work(source, target, one) for one in _candidates(source, target, config))
     return FitTime(
         seconds_per_sequence * sequences * len(plan.passes),
-        work / rate.single,
+        work * ((1 - config.heldout) / rate.double + config.heldout / rate.single),
         solving / rate.double,
     )
 

@@ -5,12 +5,14 @@ and centred second moments of the features. They are gathered in one stream;
 the tokens are dropped. Every k, λ, head plan and layer choice is then the
 solution of a sub-block, without running the models again.
 
-Accuracy. Rows come in chunks. Each chunk is centred by its own mean, multiplied
-in float32, and merged (Chan, Golub and LeVeque, 1979). The merge adds, per
-chunk, one outer product of the difference of the means; that difference rides
-along as one more row of the chunk, so that the merge costs nothing beyond the
-product. Totals are float64: the float32 rounding errors of the chunks are
-independent and average out.
+Accuracy. Rows come in chunks. Each chunk is centred by its own mean, multiplied,
+and merged (Chan, Golub and LeVeque, 1979). The merge adds, per chunk, one outer
+product of the difference of the means; that difference rides along as one more
+row of the chunk, so that the merge costs nothing beyond the product. Products
+have the dtype of the totals. For what is fitted on that is float64: real keys give
+systems with conditions above 1e7, which magnify the rounding of float32 products
+to a few 1e-4 of the weights, whatever the size of the chunks. What is only scored
+on takes float32.
 
 The products run in NumPy's BLAS and not in MLX. The totals are float64, which
 no GPU of Apple's has; a Mac's CPU BLAS (Accelerate) runs beside the model's own
@@ -175,12 +177,12 @@ class _Block:
         )
         return pairs * itemsize + 8 * (source.width + 2 * target.width)
 
-    def add(self, z: Float32, weights: Float64 | None = None) -> None:
+    def add(self, z: NDArray[Any], weights: Float64 | None = None) -> None:
         """Take in rows.
 
         Args:
-            z: ``[r + 1, features]`` float32, source columns first. The last row
-                is room for the merge. Overwritten.
+            z: ``[r + 1, features]`` in the dtype of the totals, source columns
+                first. The last row is room for the merge. Overwritten.
             weights: ``[r]`` weights of the rows; all 1 if absent.
         """
         n_rows = len(z) - 1
@@ -195,9 +197,9 @@ class _Block:
             if count <= 0:
                 return
             mean = weights @ body.astype(np.float64) / count
-        body -= mean.astype(np.float32)
+        body -= mean.astype(z.dtype)
         if weights is not None:
-            body *= np.sqrt(weights).astype(np.float32)[:, None]
+            body *= np.sqrt(weights).astype(z.dtype)[:, None]
         step = mean - self.mean
         total = self.count + count
         z[-1] = np.sqrt(self.count * count / total) * step
@@ -208,9 +210,9 @@ class _Block:
         n_source = self.source.width
         for (w, s), total_rows in zip(zip(self.source.widths, self.source.starts), self.rows):
             left = z[:, s : s + w].T
-            # In tiles, so that the float32 product is still in cache (or at
-            # least small) when it is added to the float64 total.
-            tile = max(256, _TILE_BYTES // (4 * w))
+            # In tiles, so that the product is still in cache (or at least small)
+            # when it is added to the total.
+            tile = max(256, _TILE_BYTES // (z.itemsize * w))
             for c in range(0, total_rows.shape[1], tile):
                 part = total_rows[:, c : c + tile]
                 part += left @ z[:, s + c : s + c + part.shape[1]]
@@ -304,8 +306,8 @@ class Moments:
         kinds: ``("keys",)``, ``("values",)`` or both.
         heads: Which heads to keep, in the ``"heads"`` structure; all if absent.
         targets: Which target layers to keep; all if absent.
-        dtype: dtype of the totals: ``"float64"``, or ``"float32"`` for moments
-            that are only scored on.
+        dtype: dtype of the products and totals: ``"float64"``, or ``"float32"``
+            for moments that are only scored on.
         chunk_rows: Rows that are collected before they are multiplied.
     """
 
@@ -441,7 +443,8 @@ class Moments:
         waiting, n_rows = self._waiting, self._n_waiting
         self._waiting, self._n_waiting = [], 0
         for (kind, head), block in self._blocks.items():
-            z: Float32 = np.empty((n_rows + 1, block.source.width + block.target.width), np.float32)
+            width = block.source.width + block.target.width
+            z: NDArray[Any] = np.empty((n_rows + 1, width), self.dtype)
             at = 0
             for source, target, _ in waiting:
                 layers = [*source.of(kind), *(target.of(kind)[t] for t in self.targets)]

@@ -231,8 +231,8 @@ def _capture_bytes(source: ModelGeometry, target: ModelGeometry, config: FitConf
     floats = 4 * sum(Columns.of(g, kind).width for g in (source, target) for kind in KINDS)
     taken = len(range(config.skip, config.seq_len, config.stride))
     # The full caches of one sequence, and up to a chunk of rows: once as they
-    # wait, once laid side by side for the product (one kind at a time).
-    return config.seq_len * per_token + floats * (taken + 1024) + floats * (taken + 1024) // 2
+    # wait, once laid side by side for the product (in float64, one kind at a time).
+    return config.seq_len * per_token + 2 * floats * (taken + 1024)
 
 
 def _part(
