@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 import kvgraft
 from kvgraft.cli import main
+from kvgraft.commands import build_parser
+from kvgraft.commands.outline import outline
 from kvgraft.demo.data import bundled
 from kvgraft.mapper import Mapper
 
@@ -105,6 +108,73 @@ def test_inspect_a_mapper(mapper, capsys):
     assert main(["inspect", str(mapper), "--layers"]) == 0
     out = capsys.readouterr().out
     assert "large" in out and "target   2 values from" in out and "theta 10000" in out
+
+
+def test_inspect_fits_a_terminal(capsys):
+    assert main(["inspect", str(bundled("mapper"))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 88
+    assert "  policy: head 0, tail 1" in lines
+    assert any(re.fullmatch(r"    sha256: [0-9a-f]{12}…", line) for line in lines)
+
+
+def test_outline():
+    facts = {
+        "short": {"a": 1, "b": None},
+        "long": {"words": "word " * 30, "number": 0.123456789},
+        "items": [{"n": i, "text": "x" * 40} for i in range(3)],
+        "numbers": list(range(100, 140)),
+        "digest": "0f" * 32,
+    }
+    lines = outline(facts, 0)
+    assert lines[0] == "short: a 1, b None"
+    assert lines[1] == "long:" and lines[2].startswith("  words: word word")
+    assert "  number: 0.1235" in lines
+    at = lines.index("items:")
+    assert lines[at + 1] == f"  - n 0, text {'x' * 40}"
+    assert lines[-1] == "digest: 0f0f0f0f0f0f…"
+    numbers = " ".join(lines[at + 4 : -1])
+    assert re.findall(r"\d+", numbers) == [str(n) for n in facts["numbers"]]
+    assert max(map(len, lines)) <= 88
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("12G", 12 * 10**9),
+        ("1.5 GB", 15 * 10**8),
+        ("800m", 8 * 10**8),
+        ("12", 12 * 10**9),
+        ("0.5", 5 * 10**8),
+        ("12000000000", 12 * 10**9),
+    ],
+)
+def test_memory_sizes_are_the_same_everywhere(text, size):
+    parser = build_parser()
+    pair = ["--source", "a", "--target", "b", "--memory-limit", text]
+    assert parser.parse_args(["fit", *pair, "--text", "t", "--out", "m"]).memory_limit == size
+    assert parser.parse_args(["plan", *pair]).memory_limit == size
+    generate = ["generate", "--from", "a", "--to", "b", "-p", "x", "--memory-limit", text]
+    assert parser.parse_args(generate).memory_limit == size
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "12Q", "G", ""])
+def test_sizes_that_are_none(text, capsys):
+    for command in (
+        ["plan", "--source", "a", "--target", "b"],
+        ["generate", "--from", "a", "--to", "b", "-p", "x"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, f"--memory-limit={text}"])
+        assert ended.value.code == 2
+        assert "is no size above 0; write it as 12G" in capsys.readouterr().err
+
+
+def test_suggested_commands_can_be_pasted(tmp_path, capsys):
+    out = tmp_path / "my mapper"
+    assert main([*FIT, *LITTLE, "--out", str(out)]) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if "kvgraft eval" in x)
+    assert shlex.split(line)[:3] == ["kvgraft", "eval", str(out)]
 
 
 def test_inspect_a_model(capsys):

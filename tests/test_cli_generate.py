@@ -56,10 +56,7 @@ def test_a_limit_that_nothing_fits_keeps_the_first_model(capsys):
     [
         (["--switch-after", "-1"], "--switch-after"),
         (["--repair", "1"], "--repair"),
-        (["--memory-limit", "0"], "--memory-limit"),
         (["--max-tokens", "0"], "--max-tokens"),
-        (["--memory-limit", "nan"], "--memory-limit"),
-        (["--memory-limit", "inf"], "--memory-limit"),
         (["--seed", "-1"], "--seed"),
         (["--seed", str(1 << 64)], "--seed"),
         (["--temp", "-1"], "--temp"),

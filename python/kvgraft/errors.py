@@ -25,6 +25,7 @@ __all__ = [
     "PairMismatchError",
     "QualityWarning",
     "ServerError",
+    "TokenIdError",
     "TokenizerMismatchError",
     "TruncatedFileError",
     "UnsupportedCacheError",
@@ -95,6 +96,10 @@ class PairMismatchError(KvgraftError, ValueError):
 
 class TokenizerMismatchError(KvgraftError, ValueError):
     """Two models that do not turn the same text into the same token ids."""
+
+
+class TokenIdError(KvgraftError, ValueError):
+    """Token ids that a model has no embedding for."""
 
 
 class FitError(KvgraftError, ValueError):

@@ -400,9 +400,7 @@ def _check_pair(s: int, pair: Any) -> None:
 def _check_finite(pairs: _Pairs) -> None:
     # A sum is finite only if all its terms are, and on a CPU it is made several times
     # as fast as a test of each. Where it overflows, each is tested.
-    sums = {
-        s: [mx.isfinite(x.astype(mx.float32).sum()) for x in pair] for s, pair in pairs.items()
-    }
+    sums = {s: [mx.isfinite(x.astype(mx.float32).sum()) for x in pair] for s, pair in pairs.items()}
     mx.eval(sums)
     bad = [
         s

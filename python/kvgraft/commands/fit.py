@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
+import shlex
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
+
+from kvgraft.commands.sizes import memory_size
 
 if TYPE_CHECKING:
     from kvgraft.fit import FitConfig
 
 __all__ = ["add_options", "add_parser", "config_of"]
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -124,7 +124,7 @@ def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
         "--prefix", type=int, help="their tokens that are handed over (default: 768, or 3/4)"
     )
     cost = parser.add_argument_group("memory and time")
-    cost.add_argument("--memory-limit", type=_size, metavar="SIZE", help="such as 12G")
+    cost.add_argument("--memory-limit", type=memory_size, metavar="SIZE", help="such as 12G")
     cost.add_argument(
         "--sequential",
         action="store_true",
@@ -181,10 +181,12 @@ def run(args: argparse.Namespace) -> int:
             print(
                 f"    {config.weights} weights cost {lost:.3f} of it ({exact:.3f} before rounding)"
             )
+    evaluation = shlex.join(
+        ["kvgraft", "eval", args.out, "--source", args.source, "--target", args.target]
+    )
     print(
         "R2 does not tell how well the target goes on from a mapped cache. Measure it:\n"
-        f"  kvgraft eval {args.out} --source {args.source} --target {args.target} "
-        "--text HELDOUT.txt"
+        f"  {evaluation} --text HELDOUT.txt"
     )
     for line in doubts(mapper):
         print(f"kvgraft: warning: {line}", file=sys.stderr)
@@ -223,10 +225,3 @@ def _lambda(text: str) -> float | str:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+) *([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 12G or 800M")
-    return int(float(found[1]) * _UNITS[found[2].upper()])

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.commands.sizes import memory_size
 from kvgraft.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ def add_parser(subparsers: Any) -> None:
         "be replaced by a native one (default: off; 64 without a number)",
     )  # fmt: skip
     parser.add_argument(
-        "--memory-limit", type=float, metavar="GB",
-        help="most that MLX may hold: a switch that does not fit is refused",
+        "--memory-limit", type=memory_size, metavar="SIZE",
+        help="most that MLX may hold, such as 12G: a switch that does not fit is refused",
     )  # fmt: skip
     parser.add_argument(
         "--keep-source", action="store_true",
@@ -135,8 +136,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ArgumentError(f"--{name.replace('_', '-')} is a number of tokens, not {value}.")
     if args.repair == 1 or args.repair < 0:
         raise ArgumentError("--repair must be at least 2, to gain on the generation.")
-    if args.memory_limit is not None and not 0 < args.memory_limit < math.inf:
-        raise ArgumentError("--memory-limit is a number of GB above 0.")
     if args.seed is not None and not 0 <= args.seed < 1 << 64:
         raise ArgumentError(f"--seed is a number from 0 to 2^64 - 1, not {args.seed}.")
     _check_sampling(args)
@@ -217,10 +216,10 @@ def _slot(folder: Path, dtype: str | None) -> ModelSlot:
     return ModelSlot(folder, dtype=None if dtype is None else getattr(mx, dtype))
 
 
-def _budget(gigabytes: float | None) -> MemoryBudget | None:
+def _budget(limit: int | None) -> MemoryBudget | None:
     from kvgraft.handoff import MemoryBudget
 
-    return None if gigabytes is None else MemoryBudget(int(gigabytes * 1e9))
+    return None if limit is None else MemoryBudget(limit)
 
 
 def _policy(args: argparse.Namespace) -> Policy:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraft.caches import QuantizedRows, read_cache
+from kvgraft.commands.outline import outline
 from kvgraft.errors import CacheError, MapperNotFoundError
 from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.kinds.snapshot import LayerRows
@@ -51,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         _print_geometry(geometry, args.layers)
     for title, facts in (("fit", mapper.fit), ("quality", mapper.quality)):
         print(f"\n{title}")
-        for key, value in facts.items():
-            print(f"  {key}: {_without_fingerprints(value)}")
+        for line in outline({k: _without_fingerprints(v) for k, v in facts.items()}):
+            print(line)
         if not facts:
             print("  nothing recorded")
     if args.layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,5 +95,5 @@ def run(args: argparse.Namespace) -> int:
     read = f", {native} read by the target" if native else ""
     print(f"Mapped {done.n_mapped} of {done.n_tokens} tokens{read} in {done.seconds:.2f} s.")
     print(f"Wrote {done.path} ({done.path.stat().st_size / 1e6:.1f} MB). Go on with:")
-    print(f"  mlx_lm.generate --prompt-cache-file {done.path} --prompt '…'")
+    print(f"  mlx_lm.generate --prompt-cache-file {shlex.quote(str(done.path))} --prompt '…'")
     return 0

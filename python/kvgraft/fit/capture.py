@@ -21,6 +21,7 @@ from kvgraft.fit.weights import recorded_sensitivities
 from kvgraft.geometry import ModelGeometry
 from kvgraft.naming import named
 from kvgraft.rope import RopeTable, rotate_pairs
+from kvgraft.tokens import check_tokens
 
 __all__ = ["CachedRows", "Stripper", "capture", "row_positions"]
 
@@ -80,10 +81,12 @@ def capture(
     Raises:
         FitError: If the caches are not what they should be, or the attention
             cannot be looked at.
+        TokenIdError: If the model does not have all of the tokens.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
     n_tokens = len(tokens)
+    check_tokens(model, tokens)
     cache = make_prompt_cache(model)
     ids = mx.array(np.asarray(tokens, dtype=np.int32))[None]
     at = mx.array(positions)

@@ -17,6 +17,7 @@ from kvgraft.handoff.memory import MemoryBudget
 from kvgraft.handoff.repair import Repair
 from kvgraft.handoff.slot import ModelSlot, ModelSource
 from kvgraft.handoff.state import GenerationState, LogitsProcessor, Sampler
+from kvgraft.tokens import check_tokens
 
 __all__ = ["Generation"]
 
@@ -206,6 +207,7 @@ class Generation:
                     "read again"
                 )
         model = state.slot.model
+        check_tokens(model, state.tokens)
         if state.cache is None:
             state.cache = make_prompt_cache(model, state.max_kv_size)
             state.settle()

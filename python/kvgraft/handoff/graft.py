@@ -17,6 +17,7 @@ from kvgraft.held import Held
 from kvgraft.kinds.snapshot import LayerRows
 from kvgraft.mapper import Mapper, require_mapper
 from kvgraft.probe import read_geometry
+from kvgraft.tokens import check_tokens
 
 __all__ = ["graft_cache", "prefill", "read_on"]
 
@@ -50,7 +51,11 @@ def read_on(
         cache: Its prompt cache.
         step: Tokens per forward pass.
         on_step: Called after each pass with the tokens read so far.
+
+    Raises:
+        TokenIdError: Before any work, if the model does not have all of them.
     """
+    check_tokens(model, tokens)
     for start in range(0, len(tokens), step):
         part = list(tokens[start : start + step])
         model(mx.array([part]), cache=cache)

@@ -43,6 +43,7 @@ from kvgraft.quality.results import DocumentResult, EvalConfig, Measurements, Ne
 from kvgraft.quality.text import HeldoutText, read_heldout
 from kvgraft.quality.work import EvalFolder, SourceLayers
 from kvgraft.rope import strip_rope
+from kvgraft.tokens import check_tokens
 
 __all__ = ["SWITCHES", "mapper_digest", "measure"]
 
@@ -306,6 +307,7 @@ class _Run:
 
     def _read_document(self, model: Any, name: str, tokens: list[int]) -> None:
         at = self.config.prefix - 1
+        check_tokens(model, tokens)
         start = time.perf_counter()
         cache = prefill(model, tokens[:at])
         seconds = time.perf_counter() - start
@@ -375,6 +377,7 @@ class _Run:
         seconds: dict[str, float] = {"source prefill": read["seconds"]}
         found: dict[str, TokenScores] = {arms.ALONE: TokenScores.from_dict(read["scores"])}
         following = tokens[at + 1 :]
+        check_tokens(model, tokens)
 
         start = time.perf_counter()
         cache = prefill(model, tokens[:at])

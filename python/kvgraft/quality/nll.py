@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvgraft.errors import FitError
+from kvgraft.tokens import check_tokens
 
 __all__ = ["ArmResult", "continuation_nll", "prefix_nll", "run_arms"]
 
@@ -65,7 +66,11 @@ def continuation_nll(model: Any, cache: Cache | None, tokens: Sequence[int]) -> 
 
     Returns:
         ``[len(tokens) - 1]`` float32, nats.
+
+    Raises:
+        TokenIdError: If the model does not have all of them.
     """
+    check_tokens(model, tokens)
     ids = mx.array([list(tokens)])
     logits = model(ids[:, :-1], cache=cache)[0].astype(mx.float32)
     picked = mx.take_along_axis(logits, ids[0, 1:, None], axis=-1)[:, 0]
