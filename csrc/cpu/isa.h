@@ -37,7 +37,8 @@ struct Rotation {
   int64_t sin_token, sin_pair;
 };
 
-// One source head of a block of tokens -> float32 rows, rotated.
+// One source head of a block of tokens -> float32, rotated, in tiles of Isa::rows
+// tokens: [dim][Isa::rows] each.
 struct PackArgs {
   const void* source;
   Type type;
@@ -46,8 +47,8 @@ struct PackArgs {
   int tokens;
   Rotation rotation;
   float* out;
-  int64_t out_stride;
-  float* temp;  // 3 * dim floats
+  int64_t tile_stride;  // from a tile to the next
+  float* temp;          // (Isa::rows + 3) * dim floats
 };
 
 // Rows [in, in + count) and columns [out, out + width) of one head's weights ->
@@ -70,12 +71,13 @@ struct Prefetch {
   int bytes;
 };
 
-// c[rows][columns] (+)= a[rows][count] * b[count][columns].
+// c[rows][columns] (+)= a[rows][count] * b[count][columns], where a is in tiles, as `pack`
+// leaves it.
 struct MultiplyArgs {
   int rows;
   int count;
   const float* a;
-  int64_t a_stride;
+  int64_t tile_stride;
   const void* b;
   Type b_type;       // float32 for a panel made by `widen`
   int64_t b_stride;  // Isa::columns for such a panel

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu/half.h"
 #include "cpu/isa.h"
@@ -95,6 +96,24 @@ struct Vectors {
         to[i * to_stride + lane] = from[lane * column_stride + i * word_stride];
       }
     }
+  }
+
+  // to[d][r] = from[r][d] for kRows rows, which lie `stride` apart, and the first
+  // `interleaved` of their columns.
+  static constexpr int interleaved = 4;
+
+  template <int kRows>
+  KVGRAFT_INLINE void interleave(const float* from, int stride, float* to) {
+    for (int d = 0; d < interleaved; ++d) {
+      for (int r = 0; r < kRows; ++r) to[d * kRows + r] = from[r * stride + d];
+    }
+  }
+
+  // As many steps of a full tile as are multiplied better than by what the compiler
+  // makes of the loop: acc[r] += a[k][r] * b[k] for k < the number returned.
+  template <int kRows, int kVectors>
+  KVGRAFT_INLINE int steps(int, const float*, const float*, F (&)[kRows][kVectors]) {
+    return 0;
   }
 
   // The even and the odd members of 2 * kLanes values, and back.
@@ -196,23 +215,44 @@ struct Kernel {
     return temp;
   }
 
+  // kRows rows of `dim` -> [dim][kRows]: what a step of the product needs lies together,
+  // at one address, and is read in one sweep.
+  KVGRAFT_INLINE void interleave(const float* from, int dim, float* to) {
+    int d = 0;
+    for (; d + S::interleaved <= dim; d += S::interleaved) {
+      S::template interleave<kRows>(from + d, dim, to + d * kRows);
+    }
+    for (; d < dim; ++d) {
+      for (int r = 0; r < kRows; ++r) to[d * kRows + r] = from[r * dim + d];
+    }
+  }
+
   template <class In>
   static void pack_rows(const PackArgs& p) {
     const Rotation& r = p.rotation;
+    float* const rows = p.temp;
+    float* const cosines = rows + kRows * p.dim;
+    float* const sines = cosines + p.dim;
+    In* const gathered = reinterpret_cast<In*>(sines + p.dim);
     for (int t = 0; t < p.tokens; ++t) {
       const In* x = static_cast<const In*>(p.source) + t * p.token_stride;
       if (p.dim_stride != 1) {
-        In* row = reinterpret_cast<In*>(p.temp + 2 * p.dim);
-        for (int i = 0; i < p.dim; ++i) row[i] = x[i * p.dim_stride];
-        x = row;
+        for (int i = 0; i < p.dim; ++i) gathered[i] = x[i * p.dim_stride];
+        x = gathered;
       }
       const float* cos = nullptr;
       const float* sin = nullptr;
       if (r.pairs) {
-        cos = table_row(r.cos + t * r.cos_token, r.cos_pair, r.pairs, p.temp);
-        sin = table_row(r.sin + t * r.sin_token, r.sin_pair, r.pairs, p.temp + p.dim);
+        cos = table_row(r.cos + t * r.cos_token, r.cos_pair, r.pairs, cosines);
+        sin = table_row(r.sin + t * r.sin_token, r.sin_pair, r.pairs, sines);
       }
-      turn<false>(x, nullptr, p.out + t * p.out_stride, p.dim, r.pairs, r.traditional, cos, sin);
+      const int row = t % kRows;
+      turn<false>(x, nullptr, rows + row * p.dim, p.dim, r.pairs, r.traditional, cos, sin);
+      // Rows that are left over from the tile before stand where there are no more tokens;
+      // nobody looks at them.
+      if (row + 1 == kRows || t + 1 == p.tokens) {
+        interleave(rows, p.dim, p.out + t / kRows * p.tile_stride);
+      }
     }
   }
 
@@ -409,75 +449,64 @@ struct Kernel {
 
   // kStride: of b, where it is known when compiling; else 0.
   template <int R, int kStride, class B>
-  __attribute__((noinline)) static void tile(int count, const float* a, int64_t a_stride,
-                                             const B* b, int64_t b_stride, float* c,
-                                             int64_t c_stride, bool first) {
+  __attribute__((noinline)) static void tile(int count, const float* a, const B* b,
+                                             int64_t b_stride, float* c, int64_t c_stride,
+                                             bool first) {
     constexpr int kSteps = 8;
     const int64_t stride = kStride ? kStride : b_stride;
-    const float* row[R];
-    F acc[R][kVectors];
-    KVGRAFT_UNROLL
-    for (int r = 0; r < R; ++r) {
-      row[r] = a + r * a_stride;
-      KVGRAFT_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
-        acc[r][v] = first ? F{} : load(c + r * c_stride + v * L);
-      }
+    F acc[R][kVectors] = {};
+    int k = 0;
+    if constexpr (R == kRows && kStride == columns && std::is_same_v<B, float>) {
+      k = S::steps(count, a, b, acc);
+      a += k * kRows;
+      b += k * columns;
     }
-    const auto step = [&](int at, const B* from) __attribute__((always_inline)) {
+    const auto step = [&](const float* x, const B* from) __attribute__((always_inline)) {
       F values[kVectors];
       KVGRAFT_UNROLL
       for (int v = 0; v < kVectors; ++v) values[v] = load(from + v * L);
       KVGRAFT_UNROLL
       for (int r = 0; r < R; ++r) {
-        const F x = S::splat(row[r][at]);
+        const F token = S::splat(x[r]);
         KVGRAFT_UNROLL
-        for (int v = 0; v < kVectors; ++v) acc[r][v] += x * values[v];
+        for (int v = 0; v < kVectors; ++v) acc[r][v] += token * values[v];
       }
     };
-    int k = 0;
-    for (; k + kSteps <= count; k += kSteps) {
-      // Left to itself the compiler keeps every row[r] + u as an address of its
-      // own, on the stack; so it must not see how they hang together.
-      KVGRAFT_UNROLL
-      for (int r = 0; r < R; ++r) asm("" : "+r"(row[r]));
+    for (; k + kSteps <= count; k += kSteps, a += kSteps * kRows) {
       KVGRAFT_UNROLL
       for (int u = 0; u < kSteps; ++u) {
         if constexpr (kStride) {
-          step(u, b + u * stride);
+          step(a + u * kRows, b + u * stride);
         } else {
           __builtin_prefetch(b + 64 * stride);  // in place, so it comes from far away
-          step(u, b);
+          step(a + u * kRows, b);
           b += stride;
-          asm("" : "+r"(b));
+          asm("" : "+r"(b));  // one address, not one for each step
         }
       }
       if constexpr (kStride != 0) b += kSteps * stride;
-      KVGRAFT_UNROLL
-      for (int r = 0; r < R; ++r) row[r] += kSteps;
     }
-    for (; k < count; ++k, b += stride) {
-      step(0, b);
-      KVGRAFT_UNROLL
-      for (int r = 0; r < R; ++r) ++row[r];
-    }
+    for (; k < count; ++k, a += kRows, b += stride) step(a, b);
     KVGRAFT_UNROLL
     for (int r = 0; r < R; ++r) {
       KVGRAFT_UNROLL
-      for (int v = 0; v < kVectors; ++v) store(c + r * c_stride + v * L, acc[r][v]);
+      for (int v = 0; v < kVectors; ++v) {
+        float* to = c + r * c_stride + v * L;
+        store(to, first ? acc[r][v] : acc[r][v] + load(to));
+      }
     }
   }
 
   // A tile of `r` <= R rows.
   template <int R, int kStride, class B>
-  static void short_tile(int r, int count, const float* a, int64_t a_stride, const B* b,
-                         int64_t b_stride, float* c, int64_t c_stride, bool first) {
+  static void short_tile(int r, int count, const float* a, const B* b, int64_t b_stride, float* c,
+                         int64_t c_stride, bool first) {
     if constexpr (R > 1) {
       if (r < R) {
-        return short_tile<R - 1, kStride>(r, count, a, a_stride, b, b_stride, c, c_stride, first);
+        return short_tile<R - 1, kStride>(r, count, a, b, b_stride, c, c_stride, first);
       }
     }
-    tile<R, kStride>(count, a, a_stride, b, b_stride, c, c_stride, first);
+    tile<R, kStride>(count, a, b, b_stride, c, c_stride, first);
   }
 
   template <int kStride, class B>
@@ -499,17 +528,16 @@ struct Kernel {
           ++next;
         }
       }
-      const float* a = m.a + t * kRows * m.a_stride;
+      const float* a = m.a + t * m.tile_stride;
       float* c = m.c + t * kRows * m.c_stride;
       const int r = m.rows - t * kRows;
       for (int i = kRows; i < 2 * kRows && i < r; ++i) {
         __builtin_prefetch(c + i * m.c_stride, 1);
       }
       if (r >= kRows) {
-        tile<kRows, kStride>(m.count, a, m.a_stride, b, m.b_stride, c, m.c_stride, m.first);
+        tile<kRows, kStride>(m.count, a, b, m.b_stride, c, m.c_stride, m.first);
       } else {
-        short_tile<kRows - 1, kStride>(r, m.count, a, m.a_stride, b, m.b_stride, c, m.c_stride,
-                                       m.first);
+        short_tile<kRows - 1, kStride>(r, m.count, a, b, m.b_stride, c, m.c_stride, m.first);
       }
     }
   }
@@ -535,7 +563,10 @@ struct Kernel {
       KVGRAFT_UNROLL
       for (int v = 0; v < kVectors; ++v) acc[r][v] = S::splat(static_cast<float>(r * kVectors + v));
     }
-    F x = S::splat(0.999f), y = S::splat(0.001f);
+    // Read at run time: a compiler that knows them finds accumulators that stay as they
+    // are, and leaves those out.
+    volatile float shrink = 0.999f, grow = 0.001f;
+    const F x = S::splat(float{shrink}), y = S::splat(float{grow});
     for (int64_t i = 0; i < steps; ++i) {
       KVGRAFT_UNROLL
       for (int r = 0; r < kRows; ++r) {

@@ -12,6 +12,23 @@ struct Avx512 : Vectors<16> {
     return (H)_mm512_cvtps_ph((__m512)clamp(x, 65504.0f), _MM_FROUND_TO_NEAREST_INT);
   }
 
+  static constexpr int interleaved = 8;
+
+  template <int kRows>
+  KVGRAFT_INLINE void interleave(const float* from, int stride, float* to) {
+    static_assert(kRows % 4 == 0);
+    KVGRAFT_UNROLL
+    for (int r = 0; r < kRows; r += 4) {
+      __m256 four[4];
+      transpose_4x8(from + r * stride, stride, four);
+      KVGRAFT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        _mm_storeu_ps(to + i * kRows + r, _mm256_castps256_ps128(four[i]));
+        _mm_storeu_ps(to + (i + 4) * kRows + r, _mm256_extractf128_ps(four[i], 1));
+      }
+    }
+  }
+
   KVGRAFT_INLINE void unzip(F a, F b, F& even, F& odd) {
     const I pick = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
     even = (F)_mm512_permutex2var_ps((__m512)a, (__m512i)pick, (__m512)b);

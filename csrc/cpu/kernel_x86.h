@@ -36,5 +36,17 @@ KVGRAFT_INLINE void transpose_8x8(const uint32_t* from, int64_t column_stride, u
   }
 }
 
+// Eight columns of four rows: columns i and i + 4 in the halves of to[i].
+KVGRAFT_INLINE void transpose_4x8(const float* from, int stride, __m256 (&to)[4]) {
+  const __m256 a = _mm256_loadu_ps(from), b = _mm256_loadu_ps(from + stride);
+  const __m256 c = _mm256_loadu_ps(from + 2 * stride), d = _mm256_loadu_ps(from + 3 * stride);
+  const __m256 ab0 = _mm256_unpacklo_ps(a, b), ab2 = _mm256_unpackhi_ps(a, b);
+  const __m256 cd0 = _mm256_unpacklo_ps(c, d), cd2 = _mm256_unpackhi_ps(c, d);
+  to[0] = _mm256_shuffle_ps(ab0, cd0, 0x44);
+  to[1] = _mm256_shuffle_ps(ab0, cd0, 0xee);
+  to[2] = _mm256_shuffle_ps(ab2, cd2, 0x44);
+  to[3] = _mm256_shuffle_ps(ab2, cd2, 0xee);
+}
+
 }  // namespace
 }  // namespace kvgraft::cpu

@@ -25,11 +25,12 @@ namespace {
 
 // Sizes for second-level caches of 512 KiB and first-level ones of 32. `b` has
 // to stay in the first level (256 x 16 floats are 16 KiB) while `a` streams by
-// from the second, where `a` and most of `c` should fit.
+// from the second (336 x 256 floats are 336 KiB). `c` is touched once a chunk. More
+// tokens would need less widening still, but more memory, and give fewer tasks.
 constexpr int kChunk = 256;    // features; a longer head is one chunk
-constexpr int kTokens = 168;   // per task; a multiple of every Isa::rows
+constexpr int kTokens = 336;   // per task; a multiple of every Isa::rows
 constexpr int kColumns = 512;  // per task
-constexpr int kGroup = 64;     // columns whose weights are widened together
+constexpr int kGroup = 128;    // columns whose weights are widened together
 constexpr int kPad = 16;       // keeps rows off multiples of 4 KiB
 // From this many tiles of tokens on it pays to widen weights once for all.
 constexpr int kWidenTiles = 4;
@@ -248,8 +249,9 @@ class Plan {
                          task.first_token * source.token_stride;
       isa_.pack({offset(source.data, source.type, at), source.type, source.token_stride,
                  source.dim_stride, segment.dim, task.tokens,
-                 rotation(source.strip, task.batch, task.first_token), a + segment.in - chunk.in,
-                 longest_ + kPad, temp});
+                 rotation(source.strip, task.batch, task.first_token),
+                 a + static_cast<int64_t>(segment.in - chunk.in) * isa_.rows,
+                 static_cast<int64_t>(chunk.count) * isa_.rows, temp});
     }
   }
 
@@ -298,12 +300,13 @@ class Plan {
   void run_task(const Task& task) {
     static thread_local Scratch scratch;
     const Bundle& bundle = bundles_[task.bundle];
-    const int64_t a_stride = longest_ + kPad;
     const int64_t c_stride = most_heads_ * padded_ + kPad;
     const size_t b_size = static_cast<size_t>(longest_) * group_columns_;
-    const size_t a_size = most_tokens_ * a_stride;
+    const size_t a_size =
+        static_cast<size_t>(ceil_div(most_tokens_, isa_.rows)) * isa_.rows * longest_;
     const size_t c_size = most_tokens_ * c_stride;
-    const size_t temp_size = 3 * static_cast<size_t>(std::max(widest_, job_.out_dim));
+    const size_t temp_size = std::max<size_t>((isa_.rows + 3) * static_cast<size_t>(widest_),
+                                              2 * static_cast<size_t>(job_.out_dim));
     float* b = scratch.get(b_size + a_size + c_size + temp_size);
     float* a = b + b_size;
     float* c = a + a_size;
@@ -335,7 +338,7 @@ class Plan {
           MultiplyArgs m{task.tokens,
                          chunk.count,
                          a,
-                         a_stride,
+                         static_cast<int64_t>(chunk.count) * isa_.rows,
                          nullptr,
                          Type::f32,
                          isa_.columns,

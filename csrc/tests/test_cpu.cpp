@@ -341,9 +341,12 @@ void test_conversions(const Isa& isa, Type type, uint32_t infinity) {
   // Every value of the type, as a row of keys and back.
   std::vector<uint16_t> all(65536);
   for (uint32_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
-  std::vector<float> wide(all.size()), temp(3 * all.size());
   const int count = static_cast<int>(all.size());
-  isa.pack({all.data(), type, count, 1, count, 1, {}, wide.data(), count, temp.data()});
+  const size_t rows = isa.rows;
+  std::vector<float> tile(rows * all.size()), temp((rows + 3) * all.size());
+  isa.pack({all.data(), type, count, 1, count, 1, {}, tile.data(), 0, temp.data()});
+  std::vector<float> wide(all.size());
+  for (size_t i = 0; i < wide.size(); ++i) wide[i] = tile[i * rows];
   std::vector<uint16_t> back(all.size());
   isa.finish({wide.data(), count, nullptr, count, 1, {}, back.data(), type, temp.data()});
   for (uint32_t i = 0; i < all.size(); ++i) {
