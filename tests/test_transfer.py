@@ -24,6 +24,7 @@ from kvgraft.formats.safetensors import read_header
 from kvgraft.mapper import LinearMap, Mapper
 from kvgraft.rope import RopeSpec
 from kvgraft.transfer import (
+    _make_table,
     apply,
     iter_transfer,
     load_mapper,
@@ -565,3 +566,18 @@ def test_threads_share_one_mapper(big):
     for t in threads:
         t.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 1024, 1025, 2500])
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_tables_are_the_same_block_by_block(tokens: int, batch: tuple[int, ...], inverse: bool):
+    spec = RopeSpec(16, traditional=tokens % 2 == 0, base=1e4, magnitude=1.25)
+    positions = mx.broadcast_to(mx.arange(40, 40 + tokens), (*batch, tokens))
+    whole = spec.table(positions, inverse=inverse)
+    made = _make_table(spec, positions, inverse)
+    assert whole is not None and made is not None
+    assert made.traditional == whole.traditional
+    assert made.cos.shape == (*batch, tokens, 8)
+    assert mx.array_equal(made.cos, whole.cos)
+    assert mx.array_equal(made.sin, whole.sin)

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+_TABLE_BLOCK = 1024  # positions
 
 
 def load_mapper(path: str | os.PathLike[str]) -> Mapper:
@@ -264,10 +265,7 @@ class _Frame:
     def table(self, spec: RopeSpec, *, inverse: bool = False) -> RopeTable | None:
         key = (spec, inverse)
         if key not in self.tables:
-            table = spec.table(self.positions, inverse=inverse)
-            if table is not None:
-                mx.eval(table.cos, table.sin)
-            self.tables[key] = table
+            self.tables[key] = _make_table(spec, self.positions, inverse)
         return self.tables[key]
 
     def take(self, s: int, x: mx.array) -> mx.array:
@@ -276,6 +274,23 @@ class _Frame:
             return x
         has, part = self.cut[s]
         return has.take(part, x)
+
+
+def _make_table(spec: RopeSpec, positions: mx.array, inverse: bool) -> RopeTable | None:
+    """An evaluated table, a block at a time: the way to a table takes several times its memory."""
+    blocks = []
+    for first in range(0, max(positions.shape[-1], 1), _TABLE_BLOCK):
+        block = spec.table(positions[..., first : first + _TABLE_BLOCK], inverse=inverse)
+        if block is None:
+            return None
+        mx.eval(block.cos, block.sin)
+        blocks.append(block)
+    if len(blocks) == 1:
+        return blocks[0]
+    cos = mx.concatenate([block.cos for block in blocks], axis=-2)
+    sin = mx.concatenate([block.sin for block in blocks], axis=-2)
+    mx.eval(cos, sin)
+    return RopeTable(cos, sin, blocks[0].traditional)
 
 
 _Pairs = dict[int, tuple[mx.array, mx.array]]
