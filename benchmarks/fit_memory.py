@@ -1,0 +1,90 @@
+"""The memory of a whole fit: what was planned, what was allowed, what it took.
+
+    python -m benchmarks.fit_memory --limit 2.5G [--source A --target B]
+        [--text FILE ...] [--sequences N ...] [--seq-len N] [-- OPTIONS OF kvgraft fit]
+
+Runs `kvgraft fit` once for each number of sequences, in a process of its own, and
+asks the system for the largest memory that process ever had (its resident set,
+code and files that it mapped included). With the same limit and more text the
+number should stay, and be below the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvgraft.commands import build_parser
+from kvgraft.commands.fit import config_of
+from kvgraft.commands.sizes import memory_size
+from kvgraft.demo.data import bundled
+from kvgraft.fit import forecast
+
+
+def measure(options: list[str], out: Path) -> dict[str, Any]:
+    """Peak memory of one `kvgraft fit`, its seconds, and what was planned."""
+    args = build_parser().parse_args(["fit", *options, "--out", str(out)])
+    plan = forecast(args.source, args.target, None, config_of(args)).plan
+    command = [sys.executable, "-m", "kvgraft.cli", "fit", *options, "--out", str(out)]
+    begun = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"kvgraft fit ended with {process.returncode}")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "limit": args.memory_limit,
+        "planned": plan.peak_bytes,
+        "passes": len(plan.passes),
+        "peak": usage.ru_maxrss * unit,
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--source", default=str(bundled("models/large")))
+    parser.add_argument("--target", default=str(bundled("models/small")))
+    parser.add_argument("--text", nargs="+", default=[str(bundled("text/calibration_novels.txt"))])
+    parser.add_argument("--limit", nargs="*", default=[], help="limits; none for no limit")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[20, 80])
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("more", nargs="*", help="options of `kvgraft fit`, after --")
+    args = parser.parse_args(argv)
+    rows = []
+    for limit in args.limit or [None]:
+        for count in args.sequences:
+            options = ["--source", args.source, "--target", args.target, "--text", *args.text]
+            options += ["--sequences", str(count), "--seq-len", str(args.seq_len), *args.more]
+            if limit is not None:
+                memory_size(limit)  # wrong ones are refused here
+                options += ["--memory-limit", limit]
+            with tempfile.TemporaryDirectory() as folder:
+                row = measure(options, Path(folder) / "mapper")
+            row |= {"sequences": count, "seq_len": args.seq_len}
+            rows.append(row)
+            allowed = "no limit" if limit is None else f"limit {row['limit'] / 1e9:.2f} GB"
+            print(
+                f"{count:5d} x {args.seq_len} tokens, {row['passes']} passes, {allowed}: planned "
+                f"{row['planned'] / 1e9:.2f} GB, took {row['peak'] / 1e9:.2f} GB, "
+                f"{row['seconds']:.0f} s",
+                flush=True,
+            )
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
