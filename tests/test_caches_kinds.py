@@ -15,11 +15,12 @@ from mlx_lm.models.cache import (
     BatchKVCache,
     CacheList,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
 
-from kvgraft.caches import Bound, build_cache, is_mapped, read_cache
+from kvgraft.caches import Bound, build_cache, is_mapped, quantization, read_cache, trim
 from kvgraft.errors import CacheError, GeometryError, UnsupportedCacheError
 from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.graft import plan_handover
@@ -145,9 +146,9 @@ def test_built_quantised_as_mlx_lm_does_it(bits: int) -> None:
     ("dim", "group", "bits", "message"),
     [
         (96, 64, 8, "head_dim of 96.*use 32"),
-        (80, 64, 4, "leave out --kv-bits"),
+        (80, 64, 4, "leave out kv_bits"),
         (64, 48, 4, "use 32 or 64"),
-        (64, 64, 7, "bits, not 7"),
+        (64, 64, 7, "kv_bits is one of .*, not 7"),
     ],
 )
 def test_quantisation_that_does_not_fit_is_refused(
@@ -515,3 +516,34 @@ def test_a_window_is_cut_out_of_a_whole_text() -> None:
     assert numbers(entry.keys) == list(range(12, 20)) and entry.offset == 20
     entry = build_cache(geometry(), [(x, x)], bound=Bound(8, 3))[0]
     assert numbers(entry.keys) == [0, 1, 2, 15, 16, 17, 18, 19]
+
+
+def test_trimming_cuts_each_entry_that_is_longer() -> None:
+    """As a draft model's cache behind the model's own, which holds fewer tokens."""
+
+    def entry(n: int) -> KVCache:
+        made = KVCache()
+        made.update_and_fetch(mx.zeros((1, 1, n, 4)), mx.zeros((1, 1, n, 4)))
+        return made
+
+    cache = [entry(9), entry(7), entry(5)]
+    assert trim(cache, 6)
+    assert [e.offset for e in cache] == [6, 6, 5]
+    ring = RotatingKVCache(max_size=4, keep=0)
+    for _ in range(9):
+        ring.update_and_fetch(mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)))
+    assert trim([entry(9), ring], 9)  # nothing to cut
+    mixed = [entry(9), ring]
+    assert not trim(mixed, 6)
+    assert mixed[0].offset == 9
+    assert not trim([entry(9), ArraysCache(2)], 6)
+
+
+def test_quantisation_of_a_cache() -> None:
+    def entry(bits: int) -> QuantizedKVCache:
+        return QuantizedKVCache(group_size=32, bits=bits)
+
+    assert quantization([entry(4), entry(4)]) == (4, 32)
+    assert quantization([entry(4), entry(8)]) is None
+    assert quantization([entry(4), KVCache()]) is None
+    assert quantization([]) is None

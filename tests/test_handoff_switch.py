@@ -184,11 +184,28 @@ def test_a_cache_of_limited_size_stays_so(size):
 def test_a_quantised_cache_is_handed_over():
     net = model()
     cache = [entry.to_quantized(group_size=32, bits=8) for entry in prefill(net, PROMPT)]
-    done = switch(GenerationState.of(net, PROMPT, cache), model(), identity_mapper(net), tail=3)
-    assert (done.report.mapped, done.report.tail) == (len(PROMPT) - 3, 3)
-    run = Generation(done.state)
-    next(run)
-    assert mx.allclose(run.logprobs, logprobs(net(mx.array([PROMPT]))), atol=0.2)
+    for mapper in (identity_mapper(net), None):
+        # Mapped or read again, it stays as small as it was.
+        state = GenerationState.of(net, PROMPT, cache)
+        done = switch(state, model(), mapper, tail=3, keep_source=True)
+        if mapper is not None:
+            assert (done.report.mapped, done.report.tail) == (len(PROMPT) - 3, 3)
+        assert {type(entry).__name__ for entry in done.state.cache} == {"QuantizedKVCache"}
+        assert {(e.bits, e.group_size) for e in done.state.cache} == {(8, 32)}
+        assert is_mapped(done.state.cache) == (mapper is not None)
+        run = Generation(done.state)
+        next(run)
+        assert mx.allclose(run.logprobs, logprobs(net(mx.array([PROMPT]))), atol=0.2)
+
+
+def test_a_target_that_cannot_be_quantised_gets_floats():
+    net = model()
+    cache = [entry.to_quantized(group_size=32, bits=8) for entry in prefill(net, PROMPT)]
+    tiny = zoo.Tiny("qwen3", {"head_dim": 24})
+    target = zoo.make(tiny, seed=2)
+    done = switch(GenerationState.of(net, PROMPT, cache), target, None, keep_source=True)
+    assert {type(entry).__name__ for entry in done.state.cache} == {"KVCache"}
+    assert "not quantised any more" in done.report.warnings[0]
 
 
 def test_head_rows_are_the_targets_own_and_the_others_are_not():

@@ -10,7 +10,7 @@ object of the caller's.
 """
 
 from kvgraft.kinds.build import build_cache, check_mappable, check_quantizable, compact, place
-from kvgraft.kinds.length import n_tokens, size_limit, trim
+from kvgraft.kinds.length import n_tokens, quantization, size_limit, trim
 from kvgraft.kinds.provenance import Provenance, is_mapped, mark, provenance_of
 from kvgraft.kinds.read import read_cache
 from kvgraft.kinds.snapshot import Bound, CacheSnapshot, QuantizedRows
@@ -29,6 +29,7 @@ __all__ = [
     "n_tokens",
     "place",
     "provenance_of",
+    "quantization",
     "read_cache",
     "size_limit",
     "trim",

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft import artifact, caches
-from kvgraft.errors import HandoffError, KvgraftError, MemoryBudgetError
+from kvgraft.errors import GeometryError, HandoffError, KvgraftError, MemoryBudgetError
 from kvgraft.handoff.graft import graft_cache, read_on
 from kvgraft.handoff.memory import MemoryBudget, MemoryPlan, cache_bytes, plan_memory
 from kvgraft.handoff.slot import ModelSlot, ModelSource
@@ -133,7 +133,8 @@ def switch(
     The token that the source computed ahead is not part of the state, so it is
     never emitted; the last token of the conversation is always read by the
     target. Positions, sampler, random sequence and the history of the logits
-    processors go on.
+    processors go on. So does the quantisation of the source's cache, where the target's
+    can be quantised so; if not, ``report.warnings`` says it.
 
     Whatever prevents mapping (no mapper, another pair's, a verdict of "do not
     ship", a cache that can't be read, NaN, memory, any error in the middle) makes
@@ -211,6 +212,7 @@ class _Switch:
             self.own_spans = spans_of(self.own_cache)
         self.report = SwitchReport(state.slot.name, self.slot.name, len(state.tokens))
         self.mapper: Mapper | None = None
+        self.quantized = caches.quantization(state.cache or ())
         # What the target's cache looks like, where that is known without loading it.
         self.geometry = self.slot.known_geometry
         try:
@@ -421,7 +423,28 @@ class _Switch:
             cache = self._own(min(last, _leading(self.own_spans, native_only=True)))
             n = self.report.reused
             read_on(self.slot.model, tokens[n:last], cache, step=self.prefill_step)
+            self._quantize(cache)
         return cache, [Span(last, 0)]
+
+    def _packing(self) -> tuple[int, int] | None:
+        """Bits and group size of the target's cache: those of the source's, if it can."""
+        if self.quantized is not None:
+            try:
+                caches.check_quantizable(self.slot.geometry, *self.quantized)
+            except GeometryError as error:
+                self.report.warnings.append(f"The cache is not quantised any more: {error}")
+                self.quantized = None
+        return self.quantized
+
+    def _quantize(self, cache: list[Any]) -> None:
+        """Pack a cache that the target has just filled."""
+        packing = self._packing()
+        if packing is None or not all(type(entry).__name__ == "KVCache" for entry in cache):
+            return
+        for i, entry in enumerate(cache):
+            if entry.offset:
+                cache[i] = entry.to_quantized(group_size=packing[1], bits=packing[0])
+                mx.eval(cache[i].keys, cache[i].values)
 
     def _own(self, length: int) -> list[Any]:
         """The target's own earlier cache, cut to ``length``; an empty one if there is none."""
@@ -468,6 +491,7 @@ class _Switch:
                 )  # fmt: skip
         head_spans = [*cut(self.own_spans, 0, report.reused), Span(head - report.reused, 0)]
         assert state.cache is not None
+        bits, group_size = self._packing() or (None, 64)
         with self._timed("map"):
             source = list(state.cache)
             if not self.keep_cache:
@@ -481,6 +505,8 @@ class _Switch:
                 head=own,
                 consume=not self.keep_cache,
                 on_layer=lambda layer: self._check(f"mapping layer {layer}"),
+                kv_bits=bits,
+                kv_group_size=group_size,
             )
         del own
         report.head, report.mapped, report.tail = head, stop - head, len(tokens) - stop

@@ -1,4 +1,4 @@
-"""How many tokens a cache has read, and cutting it back."""
+"""How many tokens a cache has read, how it is limited and packed, and cutting it back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvgraft.errors import UnsupportedCacheError
 from kvgraft.kinds.read import advice, read_offset
 
-__all__ = ["n_tokens", "size_limit", "trim"]
+__all__ = ["n_tokens", "quantization", "size_limit", "trim"]
 
 
 def n_tokens(cache: Sequence[Any]) -> int:
@@ -41,17 +41,34 @@ def size_limit(cache: Sequence[Any]) -> int | None:
     return size if not limits and keep else None
 
 
+def quantization(cache: Sequence[Any]) -> tuple[int, int] | None:
+    """Bits and group size of a cache whose layers are all quantised so; ``None`` else."""
+    if not cache or any(type(entry).__name__ != "QuantizedKVCache" for entry in cache):
+        return None
+    found = {(int(entry.bits), int(entry.group_size)) for entry in cache}
+    return found.pop() if len(found) == 1 else None
+
+
 def trim(cache: Sequence[Any], length: int) -> bool:
     """Cut a prompt cache to its first ``length`` tokens, in place.
 
+    Entries may hold different numbers of tokens, as those of a draft model do that
+    are appended to the model's; each is cut that holds more.
+
     Returns:
         Whether that could be done. A ring that wrapped has lost tokens that it
-        would need, and is left as it was.
+        would need, and the whole cache is left as it was.
     """
-    if not all(entry.is_trimmable() for entry in cache):
+    longer = [(entry, surplus) for entry in cache if (surplus := _surplus(entry, length)) > 0]
+    if longer and not all(entry.is_trimmable() for entry in cache):
         return False
-    surplus = n_tokens(cache) - length
-    if surplus > 0:
-        for entry in cache:
-            entry.trim(surplus)
+    for entry, surplus in longer:
+        entry.trim(surplus)
     return True
+
+
+def _surplus(entry: Any, length: int) -> int:
+    try:
+        return n_tokens([entry]) - length
+    except UnsupportedCacheError:
+        return 0  # it counts no tokens, and cannot be trimmed where others have to be

@@ -302,7 +302,7 @@ class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are 
         n = min([len(ids), *_lengths(prompt_cache)])
         if n == 0:
             return
-        if not _cut_entries(prompt_cache, n):
+        if not caches.trim(prompt_cache, n):
             _log.warning("A cache whose layers hold different numbers of tokens was not kept.")
             return
         held = HeldCache(
@@ -363,24 +363,8 @@ def _lengths(cache: Sequence[Any]) -> list[int]:
     return [int(entry.offset) for entry in cache if isinstance(getattr(entry, "offset", None), int)]
 
 
-def _cut_entries(cache: list[Any], n: int) -> bool:
-    """Trim every entry to ``n`` tokens in place; ``False`` if one cannot be trimmed."""
-    longer = [
-        entry
-        for entry in cache
-        if isinstance(getattr(entry, "offset", None), int) and entry.offset > n
-    ]
-    if not longer:
-        return True
-    if not mlx_cache.can_trim_prompt_cache(cache):
-        return False
-    for entry in longer:
-        entry.trim(entry.offset - n)
-    return True
-
-
 def _cut(found: _Found, n: int) -> _Found | None:
     """At most ``n`` tokens of a cache that was copied for us; ``None`` if it can't be cut."""
     if found.n <= n:
         return found
-    return _Found(found.cache, n) if _cut_entries(found.cache, n) else None
+    return _Found(found.cache, n) if caches.trim(found.cache, n) else None
