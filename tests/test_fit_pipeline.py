@@ -30,6 +30,8 @@ from kvgraft.fit import (
     read_text,
 )
 from kvgraft.fit import pipeline as pipeline_module
+from kvgraft.fit.capture import capture
+from kvgraft.fit.weights import shrink
 from kvgraft.fit.work import WorkFolder
 from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.handoff import graft_cache
@@ -77,16 +79,20 @@ def cached(model, tokens) -> tuple[list[np.ndarray], list[np.ndarray]]:
 # ---------------------------------------------------------------- what it finds
 
 
-@pytest.mark.parametrize("stride, skip", [(1, 0), (3, 2)])
-def test_equals_a_fit_by_hand(folder, pair, stride, skip):
+@pytest.mark.parametrize("stride, skip, by", [(1, 0, "auto"), (3, 2, "auto"), (1, 0, "uniform")])
+def test_equals_a_fit_by_hand(folder, pair, stride, skip, by):
     source, target = pair
-    config = replace(CONFIG, stride=stride, skip=skip)
+    config = replace(CONFIG, stride=stride, skip=skip, token_weights=by)
     mapper = fit_mapper(source, target, folder / "text.txt", config)
     text = read_text(folder / "text.txt", source.tokenizer, sequences=10, seq_len=48)
     rows: dict[str, list[list[np.ndarray]]] = {"x": [], "v": [], "y": []}
     at = np.arange(skip, 48, stride)
     specs = [read_geometry(m.model).layers for m in pair]
+    weights: list[np.ndarray] = []
     for tokens in text.tokens[~text.heldout]:
+        seen = capture(target.model, tokens, at, watch=read_geometry(target.model)).sensitivity
+        mattering = np.array(seen)[0].astype(np.float64)
+        weights.append(np.ones(len(at)) if by == "uniform" else shrink(mattering, 0.5))
         keys, values = cached(source.model, tokens)
         target_keys, _ = cached(target.model, tokens)
         stripped = [
@@ -102,12 +108,13 @@ def test_equals_a_fit_by_hand(folder, pair, stride, skip):
     m = mapper.layers[1]
     x = np.concatenate([side_by_side([one[s] for s in m.keys.sources]) for one in rows["x"]])
     y = np.concatenate([one[1][0] for one in rows["y"]])
-    w, b = direct(x, y, 1.0)
+    w, b = direct(x, y, 1.0, np.concatenate(weights))
     size = x.std(axis=0)[:, None]
     got = np.array(m.keys.weight[0])
     # The two differ by the float32 rounding of the rotations, which the fit magnifies.
     assert np.abs((got - w) * size).max() < 1e-3 * np.abs(w * size).max()
     assert mapper.fit["rows"] == len(x) == 9 * len(at)
+    assert mapper.fit["token_weights"] == ("uniform" if by == "uniform" else "attention")
     assert mapper.source.layers == specs[0] and mapper.target.layers == specs[1]
 
 

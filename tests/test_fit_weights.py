@@ -13,10 +13,10 @@ from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.errors import FitError
-from kvgraft.fit import FitConfig, fit_mapper
+from kvgraft.fit import FitConfig, fit_mapper, forecast
 from kvgraft.fit import pipeline as pipeline_module
 from kvgraft.fit.capture import capture
-from kvgraft.fit.weights import boundaries, recorded_sensitivities, shrink
+from kvgraft.fit.weights import boundaries, can_be_seen, recorded_sensitivities, shrink
 from kvgraft.models import load_model
 from kvgraft.probe import read_geometry
 
@@ -129,6 +129,21 @@ def test_attention_that_cannot_be_seen_is_refused(folder):
         capture(model, np.arange(9), np.arange(9, dtype=np.int32), watch=read_geometry(model))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "gemma2"])
+def test_whether_attention_can_be_seen_is_known_before(name):
+    model = zoo.make(name)
+    assert can_be_seen(model, read_geometry(model)) == (name != "gemma2")
+
+
+def test_a_built_in_of_that_name_is_no_attention_that_can_be_seen(monkeypatch):
+    model = zoo.make("qwen3")
+    geometry = read_geometry(model)
+    monkeypatch.setattr(qwen3, "scaled_dot_product_attention", mx.fast.scaled_dot_product_attention)
+    with pytest.raises(FitError, match="cannot be looked at"):
+        with recorded_sensitivities(model, make_prompt_cache(model), geometry, 8):
+            pass
+
+
 def test_boundaries_are_log_spaced():
     at = boundaries(1024)
     assert at[0] == 12 and at[-1] == 1023 and len(at) == 32
@@ -163,12 +178,14 @@ def folder(tmp_path_factory):
 def test_weights_reach_the_fit_and_survive_a_stop(folder, tmp_path, monkeypatch):
     pair = load_model(folder / "source"), load_model(folder / "target")
     plain = fit_mapper(*pair, folder / "text.txt", replace(CONFIG, token_weights="uniform"))
+    by_default = fit_mapper(*pair, folder / "text.txt", replace(CONFIG, token_weights="auto"))
     weighted = fit_mapper(*pair, folder / "text.txt", CONFIG)
     assert plain.fit["effective_rows"] == plain.fit["rows"] == weighted.fit["rows"]
     assert weighted.fit["token_weights"] == "attention"
     assert 0.45 < weighted.fit["effective_rows"] / weighted.fit["rows"] < 0.95
     a, b = (np.array(m.layers[1].keys.weight) for m in (plain, weighted))
     assert np.abs(a - b).max() > 1e-4 * np.abs(a).max()
+    assert np.array_equal(b, np.array(by_default.layers[1].keys.weight))
 
     real, calls = pipeline_module.capture, []
 
@@ -187,3 +204,17 @@ def test_weights_reach_the_fit_and_survive_a_stop(folder, tmp_path, monkeypatch)
     assert np.abs(got - b).max() < 1e-4 * np.abs(b).max()
     with pytest.raises(FitError, match="effective_rows"):
         FitConfig(effective_rows=0)
+
+
+def test_where_attention_cannot_be_seen_rows_count_alike(folder, tmp_path):
+    save_model(tmp_path / "blind", model_type="gemma2")  # it has an attention of its own
+    pair = folder / "source", tmp_path / "blind"
+    notes: list[str] = []
+    auto = replace(CONFIG, token_weights="auto")
+    mapper = fit_mapper(*pair, folder / "text.txt", auto, notify=notes.append)
+    assert any("cannot be looked at" in note for note in notes)
+    assert mapper.fit["token_weights"] == "uniform"
+    assert mapper.fit["effective_rows"] == mapper.fit["rows"]
+    assert any("cannot be looked at" in n for n in forecast(*pair, None, auto).notes)
+    with pytest.raises(FitError, match="cannot be looked at"):
+        fit_mapper(*pair, folder / "text.txt", CONFIG)

@@ -111,9 +111,10 @@ def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
     text.add_argument("--skip", type=int, default=0, help="leave out the first tokens (sinks)")
     text.add_argument(
         "--token-weights",
-        choices=["uniform", "attention"],
-        default="uniform",
-        help="let tokens that the target attends to count for more",
+        choices=["auto", "attention", "uniform"],
+        default="auto",
+        help="let tokens that the target attends to count for more ('auto': where that can be "
+        "looked at), or all alike",
     )
     text.add_argument("--heldout", type=float, default=0.1, help="share of sequences held out")
     text.add_argument(

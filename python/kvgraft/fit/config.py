@@ -15,7 +15,7 @@ _CHOICES = {
     "selection": ("heldout", "paper"),
     "layers": ("shared", "separate"),
     "plan": ("full", "local", "grouped", "auto"),
-    "token_weights": ("uniform", "attention"),
+    "token_weights": ("auto", "attention", "uniform"),
     "weights": ("float32", "float16", "bfloat16", "8bit", "4bit"),
     "structure": ("auto", "full", "heads"),
 }
@@ -23,7 +23,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class FitConfig:
-    """Settings of a fit. The defaults follow the paper, except for ``selection``.
+    """Settings of a fit. Defaults follow the paper, but for ``selection`` and ``token_weights``.
 
     Attributes:
         k: Source layers per target layer (all, with a remark, if the source has
@@ -51,8 +51,9 @@ class FitConfig:
         stride: Every how many tokens a row is taken.
         skip: Leave out this many tokens at the start of each sequence, whose
             keys are attention sinks.
-        token_weights: ``"uniform"``, or ``"attention"``: rows count by how much the
-            target's attention makes of them; see :mod:`kvgraft.fit.weights`.
+        token_weights: ``"attention"``: rows count by how much the target's attention
+            makes of them; see :mod:`kvgraft.fit.weights`. ``"uniform"``: all alike (the
+            paper). ``"auto"``: by attention where it can be looked at.
         effective_rows: Share of the rows that must still count (Kish) when they
             are weighted.
         heldout: Share of the sequences that is held out.
@@ -91,7 +92,7 @@ class FitConfig:
     seq_len: int = 1024
     stride: int = 4
     skip: int = 0
-    token_weights: str = "uniform"
+    token_weights: str = "auto"
     effective_rows: float = 0.5
     heldout: float = 0.1
     chat: bool = False

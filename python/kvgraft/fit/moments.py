@@ -48,6 +48,7 @@ FORMAT_VERSION = 1
 
 _CHUNK_BYTES = 256 << 20
 _TILE_BYTES = 32 << 20
+_STRIP = 1024
 
 Float64 = NDArray[np.float64]
 Float32 = NDArray[np.float32]
@@ -196,7 +197,10 @@ class _Block:
             count_sq = float((weights**2).sum())
             if count <= 0:
                 return
-            mean = weights @ body.astype(np.float64) / count
+            mean = np.empty(body.shape[1])
+            for c in range(0, len(mean), _STRIP):  # all of it in float64 would be as large twice
+                strip = body[:, c : c + _STRIP].astype(np.float64, copy=False)
+                mean[c : c + _STRIP] = weights @ strip / count
         body -= mean.astype(z.dtype)
         if weights is not None:
             body *= np.sqrt(weights).astype(z.dtype)[:, None]

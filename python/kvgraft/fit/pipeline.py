@@ -34,7 +34,7 @@ from kvgraft.fit.select import LayerScores, score_layers
 from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper
 from kvgraft.fit.text import CalibrationText, TextLike, as_list, check_sources, read_text
 from kvgraft.fit.tune import KEPT_BYTES, tune
-from kvgraft.fit.weights import row_weights
+from kvgraft.fit.weights import can_be_seen, row_weights
 from kvgraft.fit.work import WorkFolder
 from kvgraft.geometry import ModelGeometry
 from kvgraft.mapper import Mapper
@@ -314,18 +314,24 @@ def forecast(
     sides = _Side(source, "source"), _Side(target, "target")
     seconds = 0.0
     positions = row_positions(cfg.seq_len, cfg.stride, cfg.skip)
+    remarks: list[str] = []
     for side in sides:
         side.look()
+        watch = None
+        if side is sides[1]:
+            cfg = _settle_weights(side, cfg, remarks.append)
+            watch = side.geometry if cfg.token_weights == "attention" else None
         tokens = np.arange(cfg.seq_len, dtype=np.int32) % 256
         for warm in (True, False):
             begun = time.perf_counter()
-            rows = capture(side.model(), tokens[: 8 if warm else None], positions[:1])
-            mx.eval(rows.keys, rows.values)
+            read = tokens[: 8 if warm else None]
+            rows = capture(side.model(), read, positions[:1], watch=watch)
+            mx.eval(rows.keys, rows.values, rows.sensitivity)
         seconds += time.perf_counter() - begun
         side.release()
     check_tokenizers(sides[0].tokenizer, sides[1].tokenizer)
-    cfg, remarks = cfg.within(len(sides[0].geometry.layers))
-    notes = tuple(remarks)
+    cfg, more = cfg.within(len(sides[0].geometry.layers))
+    notes: tuple[str, ...] = (*more, *remarks)
     sequences, rows_fitted = cfg.sequences, None
     if text is not None:
         calibration = _calibrate(text, sides[0].tokenizer, cfg)
@@ -361,14 +367,17 @@ def _gathered(
     tell = notify if notify is not None else _quiet
     _check_request(text, config, work)
     sides = _Side(source, "source"), _Side(target, "target")
+    settled: list[str] = []
     for side in sides:
         side.look()
+        if side is sides[1]:
+            config = _settle_weights(side, config, settled.append)
         if config.sequential:
             side.release()
     check_tokenizers(sides[0].tokenizer, sides[1].tokenizer)
     calibration = _calibrate(text, sides[0].tokenizer, config)
     config, remarks = config.within(len(sides[0].geometry.layers))
-    for note in remarks:
+    for note in (*remarks, *settled):
         if notify is None:
             warnings.warn(note, stacklevel=5)  # where fit_mapper or gather was called
         tell(note)
@@ -540,6 +549,19 @@ def _check_request(
             f"{work} is a file; a fit keeps its state in a folder. Give a new or empty folder, or "
             "that of an unfinished fit."
         )
+
+
+def _settle_weights(target: _Side, config: FitConfig, tell: Callable[[str], None]) -> FitConfig:
+    """Decide how rows are weighted, where that is left open."""
+    if config.token_weights != "auto":
+        return config
+    seen = can_be_seen(target.model(), target.geometry)
+    if not seen:
+        tell(
+            f"The attention of {target.geometry.model_type} cannot be looked at; all tokens count "
+            "alike."
+        )
+    return replace(config, token_weights="attention" if seen else "uniform")
 
 
 def _calibrate(text: Text, tokenizer: Any, config: FitConfig) -> CalibrationText:
@@ -864,8 +886,9 @@ def fit_arrays(
     """Fit on keys and values that were captured before.
 
     Takes what ``veloxquant_mlx.transfer.fit_mapper`` takes. All rows are used
-    as they come (``stride`` and ``skip`` do not apply); the last of them, a
-    share of ``config.heldout``, are held out.
+    as they come (``stride`` and ``skip`` do not apply), and count alike: there is no
+    model here whose attention could weigh them. The last of them, a share of
+    ``config.heldout``, are held out.
 
     Args:
         source_kv: ``(keys, values)`` per source layer, ``[H, N, D]``, keys with

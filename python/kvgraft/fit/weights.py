@@ -30,7 +30,14 @@ from kvgraft.fit.moments import KINDS
 from kvgraft.geometry import ModelGeometry
 from kvgraft.naming import named
 
-__all__ = ["N_BOUNDARIES", "boundaries", "recorded_sensitivities", "row_weights", "shrink"]
+__all__ = [
+    "N_BOUNDARIES",
+    "boundaries",
+    "can_be_seen",
+    "recorded_sensitivities",
+    "row_weights",
+    "shrink",
+]
 
 N_BOUNDARIES = 32
 """Queries per sequence at which attention is looked at."""
@@ -76,16 +83,7 @@ def recorded_sensitivities(
     found: list[tuple[mx.array, mx.array]] = []
     index = {id(entry): i for i, entry in enumerate(cache)}
     at = mx.array(boundaries(seq_len))
-    modules = {
-        name: sys.modules[name]
-        for name in {type(m).__module__ for m in model.modules()}
-        if hasattr(sys.modules.get(name), _NAME)
-    }
-    if not modules:
-        raise FitError(
-            f"The attention of {geometry.model_type} cannot be looked at: it does not call "
-            f"mlx-lm's scaled_dot_product_attention. Give {named('token_weights', 'uniform')}."
-        )
+    modules = _modules(model)
     originals = {name: getattr(module, _NAME) for name, module in modules.items()}
 
     def watching(original: Any) -> Any:
@@ -94,7 +92,7 @@ def recorded_sensitivities(
         def attention(*args: Any, **named: Any) -> Any:
             # Models pass cache and scale by position or by name.
             given = signature.bind(*args, **named).arguments
-            layer = index.get(id(given["cache"]))
+            layer = index.get(id(given.get("cache")))
             keys = given["keys"]
             if layer is not None and isinstance(keys, mx.array):
                 found.append(
@@ -119,6 +117,45 @@ def recorded_sensitivities(
     finally:
         for name, module in modules.items():
             setattr(module, _NAME, originals[name])
+    if not found:
+        raise FitError(
+            f"The attention of {geometry.model_type} cannot be looked at: it does not call "
+            f"mlx-lm's scaled_dot_product_attention. Give {named('token_weights', 'uniform')}."
+        )
+
+
+def can_be_seen(model: Any, geometry: ModelGeometry) -> bool:
+    """Whether a model's attention can be looked at; it reads two tokens to find out.
+
+    Args:
+        model: A live mlx-lm model.
+        geometry: Its geometry.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(model)
+    try:
+        with recorded_sensitivities(model, cache, geometry, 2):
+            model(mx.array([[0, 1]]), cache=cache)
+    except FitError:
+        return False
+    return True
+
+
+def _modules(model: Any) -> dict[str, Any]:
+    """The modules of a model that have MLX-LM's attention function."""
+    out = {}
+    for name in {type(m).__module__ for m in model.modules()}:
+        module = sys.modules.get(name)
+        function = getattr(module, _NAME, None)
+        if callable(function):
+            try:
+                given = inspect.signature(function).parameters
+            except ValueError:  # a built-in of that name
+                continue
+            if {"queries", "keys", "values", "cache", "scale"} <= given.keys():
+                out[name] = module
+    return out
 
 
 def _sensitivities(
