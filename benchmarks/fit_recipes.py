@@ -17,6 +17,7 @@ by document, each ± standard error; held-out R² of keys and values; weights of
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import tempfile
@@ -57,6 +58,7 @@ from kvgraft.mapper import Mapper
 from kvgraft.models import LoadedModel, load_model
 from kvgraft.probe import read_geometry
 from kvgraft.quality.nll import continuation_nll
+from kvgraft.rope import NO_ROPE, strip_rope
 
 SIDES = ("a", "b")
 BASELINE = "full"
@@ -73,6 +75,8 @@ class Recipe:
         about: What is different from the baseline.
         tuned: Go on with some steps of tuning on the target's predictions.
         low_rank: Half the layers, and for the saved weights a low-rank map of the others.
+        together: Keys and values of the source are features of both; k counts their layers
+            separately, so that equal k is equal weights.
         against: A recipe that it is compared with, besides the baseline.
     """
 
@@ -80,6 +84,7 @@ class Recipe:
     about: str
     tuned: bool = False
     low_rank: bool = False
+    together: bool = False
     against: str | None = None
 
 
@@ -116,6 +121,10 @@ def recipes(k: int, n_layers: int, config: FitConfig) -> dict[str, Recipe]:
         ),
         "low-rank": Recipe(
             replace(config, k=half), f"k = {half}, low rank of the others", low_rank=True
+        ),
+        "together": Recipe(config, f"{k} of keys and values as features", together=True),
+        "together-double": Recipe(
+            replace(config, k=2 * k), f"{2 * k} of keys and values as features", together=True
         ),
         "tuned": Recipe(config, "tuned", tuned=True),
         "attention-tuned": Recipe(attention, "weighted, then tuned", tuned=True, against="tuned"),
@@ -244,6 +253,28 @@ class Pair:
             for row in reading.documents
         ]
         self._scores: dict[tuple[str, str], LayerScores] = {}
+        self._together = False
+
+    def together(self) -> Pair:
+        """The same pair with the source's keys and values as features of both kinds.
+
+        As a source of twice as many layers: those of the keys, as keys and as values,
+        then those of the values, likewise.
+        """
+        out = copy.copy(self)
+        source, n = self.geometries[0], len(self.geometries[0].layers)
+        layers = [replace(g, value_dim=g.key_dim) for g in source.layers]
+        layers += [replace(g, key_dim=g.value_dim, rope=NO_ROPE) for g in source.layers]
+        out.geometries = replace(source, layers=tuple(layers)), self.geometries[1]
+        at = mx.arange(self.reading.prefix - 1)
+        doubled = []
+        for one in self.documents.source:
+            both = {i: (k, strip_rope(k, at, source.layers[i].rope)) for i, (k, _) in one.items()}
+            both |= {i + n: (v, v) for i, (_, v) in one.items()}
+            doubled.append(both)
+        out.documents = replace(self.documents, source=doubled)
+        out._scores, out._together = {}, True
+        return out
 
     def moments(self, config: FitConfig) -> tuple[MomentSet, MomentSet]:
         """Moments of the fitted and of the held-out text, from the folder if they are there."""
@@ -256,7 +287,8 @@ class Pair:
 
     def _gathered(self, name: str, config: FitConfig, *, heldout: bool) -> MomentSet:
         direction = SIDES[self.sides[0]] + SIDES[self.sides[1]]
-        file = self.reading.folder.path / (f"sums-{direction}-{name}-skip{config.skip}.safetensors")
+        name += f"-skip{config.skip}" + ("-together" if self._together else "")
+        file = self.reading.folder.path / f"sums-{direction}-{name}.safetensors"
         if not file.exists():
             moments = Moments(*self.geometries, dtype="float32" if heldout else "float64")
             for source, target, weights in self._features(config, heldout=heldout):
@@ -271,8 +303,7 @@ class Pair:
     ) -> Iterator[tuple[LayerRows, LayerRows, dict[str, NDArray[np.float64]] | None]]:
         reading, skip = self.reading, config.skip
         strips = [
-            Stripper(geometry, reading.positions, SIDES[side])
-            for geometry, side in zip(self.geometries, self.sides, strict=True)
+            Stripper(reading.geometry(side), reading.positions, SIDES[side]) for side in self.sides
         ]
         for i in np.flatnonzero(reading.text.heldout == heldout):
             rows = [reading.rows(f"text_{SIDES[side]}", int(i)) for side in self.sides]
@@ -280,6 +311,9 @@ class Pair:
                 LayerRows([x[:, skip:] for x in f.keys], [x[:, skip:] for x in f.values])
                 for f in (strip(r) for strip, r in zip(strips, rows, strict=True))
             ]
+            if self._together:
+                both = [*features[0].keys, *features[0].values]
+                features[0] = LayerRows(both, both)
             weights = None
             if config.token_weights == "attention" and not heldout:
                 seen = rows[1].sensitivity
@@ -429,9 +463,10 @@ def compare(
     out = []
     for name, recipe in chosen.items():
         begun = time.process_time()
-        mapper, n_weights = pair.solve(recipe, baseline, tuning)
+        view = pair.together() if recipe.together else pair
+        mapper, n_weights = view.solve(recipe, baseline, tuning)
         seconds = time.process_time() - begun
-        losses = score(mapper, pair.documents, pair.model, pair.geometries[1])
+        losses = score(mapper, view.documents, pair.model, pair.geometries[1])
         row = report(name, recipe, mapper, n_weights, losses, native, earlier)
         earlier[name] = losses
         out.append({**row, "cpu_seconds": seconds})
