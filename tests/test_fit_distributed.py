@@ -92,6 +92,6 @@ def test_one_process_of_a_group_is_like_none(folder):
     for a, b in zip(alone.layers, grouped.layers, strict=True):
         x, y = np.array(a.keys.weight), np.array(b.keys.weight)
         assert np.abs(x - y).max() < 1e-5 * np.abs(x).max()
-    with pytest.raises(Exception, match="memory limit"):
+    with pytest.raises(Exception, match="memory_limit"):
         limited = replace(CONFIG, memory_limit=1000)
         fit_mapper(folder / "source", folder / "target", folder / "text.txt", limited, group=group)
