@@ -11,6 +11,7 @@
 
 #include "cpu/job.h"
 #include "cpu/pool.h"
+#include "finite.h"
 #include "map_layer.h"
 
 namespace nb = nanobind;
@@ -106,6 +107,7 @@ NB_MODULE(_ext, m) {
       "bias"_a.none(), "heads"_a.none(), "strip"_a, "rotate"_a.none(), "dtype"_a.none(),
       "stream"_a = nb::none());
 
+  m.def("all_finite", &kvgraft::all_finite, "x"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("set_num_threads", &kvgraft::cpu::set_num_threads, "count"_a);
   m.def("num_threads", &kvgraft::cpu::num_threads);
   m.def("cpu_isas", &kvgraft::cpu::isa_names);

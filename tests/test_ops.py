@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -466,3 +467,41 @@ def table(n=5, pairs=2, batch=()):
 def test_extension_guards_memory_by_itself(changes):
     with pytest.raises(ValueError, match="map_layer"):
         ext(**changes)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_all_finite_sees_every_element_of_any_layout(dtype: mx.Dtype, bad: float):
+    base = np.zeros((3, 4, 70), dtype=np.float32)
+    base[0, 0, :4] = [np.finfo(np.float16).max, -np.finfo(np.float16).max, -0.0, 1e-7]
+    layouts = {
+        "whole": lambda x: x,
+        "transposed": lambda x: x.swapaxes(0, 2),
+        "heads swapped": lambda x: x.transpose(1, 0, 2),
+        "every other": lambda x: x[:, ::2, ::3],
+        "backwards": lambda x: x[::-1, :, ::-1],
+        "broadcast": lambda x: mx.broadcast_to(x[:, :, :1], (3, 4, 70)),
+        "part": lambda x: x[1:, 2:, 5:41],
+        "scalar": lambda x: x[2, 3, 69],
+    }
+    places = [(0, 0, 0), (0, 0, 69), (1, 2, 5), (1, 2, 6), (2, 3, 40), (2, 3, 69), (2, 2, 33)]
+    for name, layout in layouts.items():
+        assert _ext.all_finite(layout(mx.array(base).astype(dtype))), name
+        for place in places:
+            spoiled = base.copy()
+            spoiled[place] = bad
+            x = layout(mx.array(spoiled).astype(dtype))
+            assert _ext.all_finite(x) == bool(mx.isfinite(x).all().item()), (name, place)
+
+
+def test_all_finite_of_long_rows_nothing_and_other_dtypes():
+    x = np.zeros(10_001, dtype=np.float32)
+    assert _ext.all_finite(mx.array(x))
+    for place in (0, 4095, 4096, 8192, 10_000):
+        x[:] = 0
+        x[place] = np.nan
+        assert not _ext.all_finite(mx.array(x))
+    assert _ext.all_finite(mx.zeros((0, 4)))
+    assert _ext.all_finite(mx.zeros((4, 0, 2), dtype=mx.float16))
+    with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
+        _ext.all_finite(mx.zeros(3, dtype=mx.int32))

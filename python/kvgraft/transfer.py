@@ -23,7 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvgraft import artifact
+from kvgraft import _ext, artifact
 from kvgraft.errors import ArgumentError, CacheError, GeometryError, UnsupportedCacheError
 from kvgraft.held import Held
 from kvgraft.mapper import LayerMap, LinearMap, Mapper, SourceKV, require_mapper
@@ -265,7 +265,15 @@ class _Frame:
     def table(self, spec: RopeSpec, *, inverse: bool = False) -> RopeTable | None:
         key = (spec, inverse)
         if key not in self.tables:
-            self.tables[key] = _make_table(spec, self.positions, inverse)
+            other = self.tables.get((spec, not inverse))
+            if other is not None and spec.magnitude == 1.0:
+                # Models of one family often share the rotation. The sines differ in
+                # sign, whichever table came first.
+                sin = -other.sin
+                mx.eval(sin)
+                self.tables[key] = RopeTable(other.cos, sin, other.traditional)
+            else:
+                self.tables[key] = _make_table(spec, self.positions, inverse)
         return self.tables[key]
 
     def take(self, s: int, x: mx.array) -> mx.array:
@@ -413,16 +421,7 @@ def _check_pair(s: int, pair: Any) -> None:
 
 
 def _check_finite(pairs: _Pairs) -> None:
-    # A sum is finite only if all its terms are, and on a CPU it is made several times
-    # as fast as a test of each. Where it overflows, each is tested.
-    sums = {s: [mx.isfinite(x.astype(mx.float32).sum()) for x in pair] for s, pair in pairs.items()}
-    mx.eval(sums)
-    bad = [
-        s
-        for s, finite in sums.items()
-        if not all(x.item() for x in finite)
-        and not all(mx.isfinite(x).all().item() for x in pairs[s])
-    ]
+    bad = [s for s, pair in pairs.items() if not all(_ext.all_finite(x) for x in pair)]
     if bad:
         raise CacheError(
             f"Source layer{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} of the cache: NaN or "

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvgraft import _ext
 from kvgraft.errors import CacheError, GeometryError
 from kvgraft.geometry import LayerGeometry, ModelGeometry
 from kvgraft.held import Held
@@ -102,14 +103,13 @@ def build_cache(
                 f"{given} are given."
             )
         k, v = given.take(wanted, k), given.take(wanted, v)
-        finite = mx.logical_and(mx.isfinite(k).all(), mx.isfinite(v).all())
-        k, v = _own(k, store), _own(v, store)
-        mx.eval(k, v, finite)
-        if not finite.item():
+        if not (_ext.all_finite(k) and _ext.all_finite(v)):
             raise CacheError(
                 f"Layer {layer} holds NaN or infinite values. One of them would spoil every "
                 "later token; re-prefill."
             )
+        k, v = _own(k, store), _own(v, store)
+        mx.eval(k, v)
         made = _new_cache(k, v, given.stop, geometry.layers[layer], bound)
         if kv_bits is not None:
             made = made.to_quantized(group_size=kv_group_size, bits=kv_bits)
