@@ -48,7 +48,7 @@ from kvgraft.fit import (
     solve_mapper,
 )
 from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
-from kvgraft.fit.choose import Documents, read_documents, score, with_native
+from kvgraft.fit.choose import Documents, read_documents, score, with_own
 from kvgraft.fit.moments import common_heads
 from kvgraft.fit.tune import tune
 from kvgraft.fit.weights import row_weights
@@ -57,7 +57,6 @@ from kvgraft.geometry import ModelGeometry
 from kvgraft.mapper import Mapper
 from kvgraft.models import LoadedModel, load_model
 from kvgraft.probe import read_geometry
-from kvgraft.quality.nll import continuation_nll
 from kvgraft.rope import NO_ROPE, strip_rope
 
 SIDES = ("a", "b")
@@ -246,12 +245,7 @@ class Pair:
         self.sides = source, 1 - source
         self.geometries = reading.geometry(source), reading.geometry(1 - source)
         self.model = loaded(reading.paths[1 - source]).model
-        self.documents = with_native(reading.source_documents(source), self.model)
-        at = reading.prefix - 1
-        self.no_context = [
-            float(continuation_nll(self.model, None, row[at:].tolist()).mean())
-            for row in reading.documents
-        ]
+        self.documents = with_own(reading.source_documents(source), self.model)
         self._scores: dict[tuple[str, str], LayerScores] = {}
         self._together = False
 
@@ -556,7 +550,7 @@ def run(
             all_layers=args.k >= n_layers,
         )
         pair = Pair(reading, int(args.swap))
-        native, none = np.mean(pair.documents.native), np.mean(pair.no_context)
+        native, none = np.mean(pair.documents.native), np.mean(pair.documents.without)
         names = [Path(reading.paths[side]).name for side in pair.sides]
         print(
             f"{names[0]} -> {names[1]}: loss with its own cache {native:.4f}, without context "
@@ -572,7 +566,7 @@ def run(
         "prefix": reading.prefix,
         "scored": reading.documents.shape[1] - reading.prefix,
         "native": list(pair.documents.native),
-        "no_context": pair.no_context,
+        "no_context": list(pair.documents.without),
         "recipes": rows,
     }
     if args.json:
