@@ -407,6 +407,43 @@ def test_an_interrupted_fit_leaves_nothing_behind(folder, pair, tmp_path, monkey
     assert sorted(os.listdir(tmp_path)) == ["tmp"] and os.listdir(tmp_path / "tmp") == []
 
 
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_stopped_leaves_nothing_behind(folder, tmp_path, stop):
+    """Neither a mapper nor the rows that waited in a temporary folder."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, time\n"
+        "from kvgraft import cli\n"
+        "from kvgraft.fit import pipeline\n"
+        "capture = pipeline.capture\n"
+        "def slow(*args, **named):\n"
+        "    print('reading', flush=True)\n"
+        "    time.sleep(0.5)\n"
+        "    return capture(*args, **named)\n"
+        "pipeline.capture = slow\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    waiting, out = tmp_path / "tmp", tmp_path / "out"
+    waiting.mkdir()
+    command = "fit --sequential --sequences 10 --seq-len 48 --k 2 --plan full".split()
+    command += ["--source", folder / "source", "--target", folder / "target"]
+    command += ["--text", folder / "text.txt", "--out", out]
+    process = subprocess.Popen(
+        [sys.executable, str(script), *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(waiting)},
+    )
+    for line in process.stdout:
+        if line == "reading\n" and list(waiting.glob("kvgraft-fit-*/rows-source-*")):
+            break
+    process.send_signal(stop)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and "interrupted" in err
+    assert not list(waiting.glob("kvgraft*")) and not out.exists()
+
+
 def test_a_folder_of_another_fit_is_refused(folder, pair, tmp_path, monkeypatch):
     work = tmp_path / "work"
     with monkeypatch.context() as patch:

@@ -129,6 +129,7 @@ def config_of(args: argparse.Namespace) -> EvalConfig:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, judge, write, print."""
+    from kvgraft.interrupt import terminate_as_interrupt
     from kvgraft.mapper import Mapper
     from kvgraft.progress import bar
     from kvgraft.quality import outcome
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     mapper = Mapper.load(path)
     stored = not args.no_write and outcome.is_writable_artifact(path)
     out = Path(args.out) if args.out else outcome.default_folder(path, stored)
-    with bar("evaluating", "step") as progress:
+    with terminate_as_interrupt(), bar("evaluating", "step") as progress:
         measured = measure(
             mapper,
             args.source,

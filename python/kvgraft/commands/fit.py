@@ -157,15 +157,17 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.errors import QualityWarning
     from kvgraft.fit import fit, parse_source
     from kvgraft.fit.doubts import doubts
+    from kvgraft.interrupt import terminate_as_interrupt
     from kvgraft.progress import bar
 
     config = config_of(args)
     what = args.source, args.target, [parse_source(t) for t in args.text], args.out, config
     group = _processes()
     if group is not None and group.rank() > 0:  # the first one speaks for all
-        fit(*what, work=args.work, group=group)
+        with terminate_as_interrupt():
+            fit(*what, work=args.work, group=group)
         return 0
-    with bar("fitting", "step") as progress, warnings.catch_warnings():
+    with terminate_as_interrupt(), bar("fitting", "step") as progress, warnings.catch_warnings():
         # Said at the end instead, where it is read.
         warnings.simplefilter("ignore", QualityWarning)
         mapper = fit(*what, work=args.work, progress=progress, notify=_note, group=group)

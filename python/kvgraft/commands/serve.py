@@ -44,9 +44,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start, serve until interrupted, stop."""
     from kvgraft.errors import ServerError
+    from kvgraft.interrupt import terminate_as_interrupt
     from kvgraft.models import resolve_model
     from kvgraft.serve.routes import load_routes
-    from kvgraft.serve.server import Server, make_provider, terminate_as_interrupt
+    from kvgraft.serve.server import Server, make_provider
     from kvgraft.serve.store import MIN_GAIN
 
     if not args.mapper:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -190,20 +189,6 @@ class Server:
         self.wait_until_listening()
         assert self._httpd is not None
         self._httpd.shutdown()
-
-
-@contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Let a SIGTERM end the server as Ctrl-C does: threads stopped, socket closed."""
-
-    def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _ResponseGenerator(_upstream.ResponseGenerator):  # type: ignore[misc]  # untyped
