@@ -449,9 +449,13 @@ def read_all(args: argparse.Namespace, folder: Path) -> Reading:
 
 
 def compare(
-    pair: Pair, chosen: dict[str, Recipe], baseline: FitConfig, tuning: FitConfig
+    pair: Pair,
+    chosen: dict[str, Recipe],
+    baseline: FitConfig,
+    tuning: FitConfig,
+    fitted: Sequence[Path] = (),
 ) -> list[dict[str, Any]]:
-    """All recipes, the baseline first."""
+    """All recipes, the baseline first, then mappers that were fitted elsewhere."""
     native = pair.documents.native
     earlier: dict[str, list[float]] = {}
     out = []
@@ -466,6 +470,13 @@ def compare(
         out.append({**row, "cpu_seconds": seconds})
         del mapper
         mx.clear_cache()
+    for folder in fitted:
+        mapper = Mapper.load(folder)
+        losses = score(mapper, pair.documents, pair.model, pair.geometries[1])
+        recipe = Recipe(baseline, f"from {folder}")
+        n_weights = mapper.n_parameters
+        out.append(report(folder.name, recipe, mapper, n_weights, losses, native, earlier))
+        out[-1]["config"] = mapper.fit
     return out
 
 
@@ -492,6 +503,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--k", type=int, default=8, help="source layers; 'half' takes half of them")
     out.add_argument("--swap", action="store_true", help="map from --target to --source")
     out.add_argument("--recipes", nargs="+", metavar="NAME", help="default: all but the tuned ones")
+    out.add_argument("--mapper", nargs="+", type=Path, default=[], help="score these mappers, too")
     out.add_argument("--tune-steps", type=int, default=48)
     out.add_argument("--tune-batch", type=int, default=4)
     out.add_argument("--tune-rate", type=float, default=0.003)
@@ -557,7 +569,7 @@ def run(
             f"{none:.4f}; below: more than with its own, more than '{BASELINE}'",
             flush=True,
         )
-        rows = compare(pair, chosen, baseline, tuning)
+        rows = compare(pair, chosen, baseline, tuning, args.mapper)
     out = {
         "source": names[0],
         "target": names[1],

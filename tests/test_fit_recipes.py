@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvgraft.demo.data import bundled
+
 ROOT = Path(__file__).parent.parent
 SMALL = "--sequences 4 --seq-len 64 --heldout 0.25 --documents 2 --prefix 40 --scored 16 --k 4"
 TUNING = "--tune-steps 2 --tune-batch 1"
@@ -45,7 +47,10 @@ def test_recipes_are_compared_and_a_second_call_reads_nothing(
 
     monkeypatch.setattr(recipes, "capture", None)
     monkeypatch.setattr(recipes, "read_documents", None)
-    again = recipes.run([*SMALL.split(), *folder, "--recipes", "attention"])
+    shipped = ["--mapper", str(bundled("mapper"))]
+    again = recipes.run([*SMALL.split(), *folder, *shipped, "--recipes", "attention"])
+    assert [row["recipe"] for row in again["recipes"]] == ["full", "attention", "mapper"]
+    assert again["recipes"][2]["config"]["tuning"]["steps"] > 0
     assert again["recipes"][1]["nll"] == rows["attention"]["nll"]
     back = recipes.run([*SMALL.split(), *folder, "--swap", "--recipes", "half"])
     assert back["source"] == "small" and len(back["recipes"]) == 2
