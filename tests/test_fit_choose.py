@@ -14,7 +14,7 @@ from kvgraft.errors import FitError
 from kvgraft.fit import FitConfig, fit_mapper
 from kvgraft.fit import choose as choose_module
 from kvgraft.fit.choose import Documents, choose, read_documents, score
-from kvgraft.fit.solve import solve_mapper
+from kvgraft.fit.solve import solve_mapper, storage_problem
 from kvgraft.handoff import graft_cache, prefill
 from kvgraft.mapper import Mapper
 from kvgraft.models import load_model
@@ -106,6 +106,36 @@ def test_a_larger_map_has_to_earn_its_size(monkeypatch):
 def test_what_does_not_fit_is_left_out(monkeypatch):
     won, tried, _ = search(lambda c: 1.0 / c.k, monkeypatch, fits=lambda c: c.k <= 4)
     assert max(c.k for c in tried) == 4 and won.k == 4
+
+
+@pytest.mark.parametrize("weights", ["8bit", "4bit"])
+def test_what_cannot_be_quantised_is_left_out(monkeypatch, weights):
+    # Heads of 4: "local" reads 4 inputs a layer, "full" 8.
+    config = replace(AUTO, weights=weights, group_size=64)
+    won, tried, _ = search(lambda c: 1.0, monkeypatch, config=config)
+    assert {(c.plan, c.k) for c in tried} == {
+        ("local", 16), ("full", 8), ("full", 16), ("full", 24),
+    }  # fmt: skip
+    assert (won.plan, won.k) == ("local", 16)
+    with pytest.raises(FitError, match="none could be solved"):
+        search(lambda c: 1.0, monkeypatch, config=config, layers=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"plan": "local", "k": 3}, "k=3 has 12; k=8 would do"),
+        ({"plan": "full", "k": 3}, "k=3 has 24; k=4 would do"),
+        ({"plan": "full", "k": 4, "k_values": 5}, "k_values=5 has 40; k_values=4 would do"),
+    ],
+)
+def test_what_cannot_be_quantised_is_known_beforehand(settings, message):
+    geo = geometry(28, 2, 4)
+    config = replace(AUTO, weights="4bit", group_size=32, **settings)
+    assert message in (storage_problem(geo, geo, config) or "")
+    assert storage_problem(geo, geo, replace(config, weights="float16")) is None
+    assert storage_problem(geo, geo, replace(config, k=8, k_values=None)) is None
+    assert storage_problem(geo, geo, replace(config, k="auto", k_values=None)) is None
 
 
 def test_given_settings_are_kept(monkeypatch):

@@ -452,6 +452,8 @@ def test_a_folder_of_another_fit_is_refused(folder, pair, tmp_path, monkeypatch)
             fit_mapper(*pair, folder / "text.txt", CONFIG, work=work)
     with pytest.raises(FitError, match="another fit: stride, text differ|text"):
         fit_mapper(*pair, folder / "text.txt", replace(CONFIG, sequences=9, stride=2), work=work)
+    with pytest.raises(FitError, match=r"what is gathered \(plan, memory_limit\)"):
+        fit_mapper(*pair, folder / "text.txt", replace(CONFIG, plan="local"), work=work)
     # k, λ and the plan's weights are not part of the moments and may change.
     fit_mapper(*pair, folder / "text.txt", replace(CONFIG, k=1, ridge_lambda=3.0), work=work)
     mine = tmp_path / "mine"
@@ -463,6 +465,20 @@ def test_a_folder_of_another_fit_is_refused(folder, pair, tmp_path, monkeypatch)
     with pytest.raises(FitError, match="damaged"):
         fit_mapper(*pair, folder / "text.txt", CONFIG, work=mine)
     assert (mine / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize(("out", "work"), [("a", "a"), ("a", "a/state"), ("a/b", "a")])
+def test_mapper_and_state_need_folders_of_their_own(folder, pair, tmp_path, out, work):
+    with pytest.raises(FitError, match="neither inside the other"):
+        fit(*pair, folder / "text.txt", tmp_path / out, CONFIG, work=tmp_path / work)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_quantised_is_refused_before_any_text_is_read(folder, pair, tmp_path):
+    config = replace(CONFIG, weights="4bit", plan="full", k=1, group_size=128)
+    with pytest.raises(FitError, match="groups 128 inputs.* or give weights='float16'"):
+        fit_mapper(*pair, folder / "text.txt", config, work=tmp_path / "work")
+    assert not (tmp_path / "work").exists()
 
 
 FULL_DISK = """

@@ -105,6 +105,7 @@ def test_jsonl_field_and_messages(tmp_path):
         ("{broken", "line 2 is not JSON"),
         ('{"other": "x"}', "line 2 has no text under 'text'"),
         ("[1]", "line 2 has no text"),
+        ('{"messages": ["x"]}', "line 2 has no text under 'text', and no list of messages"),
     ],
 )
 def test_bad_jsonl_is_located(tmp_path, line, message):
@@ -112,6 +113,13 @@ def test_bad_jsonl_is_located(tmp_path, line, message):
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(FitError, match=message):
         read_text(path, TOKENIZER, sequences=4, seq_len=8)
+
+
+def test_half_a_character_is_replaced(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "\\ud800 and so on and on and on and on"}\n')
+    text = read_text(path, TOKENIZER, sequences=2, seq_len=8)
+    assert decoded(text.tokens).startswith("? and so on")
 
 
 def test_mix_follows_the_weights(tmp_path):
@@ -155,7 +163,7 @@ def test_far_too_little_text_is_refused(tmp_path):
 def test_repeated_text_is_not_both_fitted_and_held_out(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(prose(100)[:64] * 20)
-    with pytest.raises(FitError, match="Repeated text was dropped"):
+    with pytest.raises(FitError, match="19 repeated sequences were dropped"):
         read_text(path, TOKENIZER, sequences=20, seq_len=64)
     path.write_text(prose(100)[:64] * 20 + prose(100, 5)[:64])
     got = read_text(path, TOKENIZER, sequences=99, seq_len=64)
@@ -243,9 +251,9 @@ def test_missing_packages_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(FitError, match="pip install pyarrow"):
+    with pytest.raises(FitError, match=r"pip install 'kvgraft\[data\]'"):
         read_text(tmp_path / "a.parquet", TOKENIZER)
-    with pytest.raises(FitError, match="pip install datasets"):
+    with pytest.raises(FitError, match=r"datasets package: pip install 'kvgraft\[data\]'"):
         read_text(parse_source("hf:owner/name"), TOKENIZER)
 
 

@@ -294,6 +294,10 @@ def test_any_number_of_tokens(n):
         (mx.array(3), "but the cache holds"),
         (mx.arange(N) + 0.5, "whole numbers"),
         (mx.ones(N, dtype=mx.bool_), "whole numbers"),
+        (mx.arange(N) - 1, "from 0 to 2,147,483,647"),
+        ([2**32 + i for i in range(N)], "from 0 to 2,147,483,647"),
+        (mx.arange(N).astype(mx.int64) + 2**33, "from 0 to 2,147,483,647"),
+        (mx.full(N, 4_000_000_000, dtype=mx.uint32), "from 0 to 2,147,483,647"),
         (mx.full(N, float("nan")), "whole numbers"),
     ],
 )

@@ -52,10 +52,12 @@ def check_tokens(model: Any, tokens: Sequence[int] | NDArray[np.integer[Any]]) -
         tokens: Token ids, ``[n]``.
 
     Raises:
-        TokenIdError: Naming the first of them.
+        TokenIdError: Naming the first of them, or if they are no whole numbers.
     """
     size = vocabulary_size(model)
     ids = np.asarray(tokens)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TokenIdError("Tokens are given as whole numbers, the ids that the tokenizer makes.")
     if size is None or not ids.size or (ids.min() >= 0 and ids.max() < size):
         return
     first = int(np.flatnonzero((ids < 0) | (ids >= size))[0])

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from kvgraft import _ext, artifact
 from kvgraft.errors import ArgumentError, CacheError, GeometryError, UnsupportedCacheError
@@ -41,6 +42,7 @@ __all__ = [
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _TABLE_BLOCK = 1024  # positions
+_LAST_POSITION = 2**31 - 1
 
 
 def load_mapper(path: str | os.PathLike[str]) -> Mapper:
@@ -236,6 +238,8 @@ def apply(
         raise ArgumentError(f"The offset is a number of tokens, not {offset!r}.") from error
     if offset < 0:
         raise GeometryError(f"The offset must not be negative, got {offset}.")
+    if offset > _LAST_POSITION:
+        raise GeometryError(f"The offset must not be beyond {_LAST_POSITION:,}, got {offset}.")
     source_kv = dict(enumerate(src_pairs))
     for s in mapper.source_layers:
         _check_pair(s, source_kv[s])
@@ -548,19 +552,23 @@ def _positions(
             f"positions has shape {shape}, but the cache holds {n_tokens} tokens"
             + (f" in each of {batch[0]} rows." if batch else ".")
         )
-    if not mx.issubdtype(positions.dtype, mx.integer):
-        whole = positions.astype(mx.int32)
-        if positions.dtype == mx.bool_ or not mx.array_equal(
-            whole.astype(positions.dtype), positions
-        ):
-            raise GeometryError("positions must be whole numbers.")
-        positions = whole
-    return positions.astype(mx.int32)
+    whole = positions.astype(mx.int32)
+    if (
+        positions.dtype == mx.bool_
+        or not mx.array_equal(whole.astype(positions.dtype), positions)
+        or bool((whole < 0).any().item())
+    ):
+        raise GeometryError(f"positions must be whole numbers from 0 to {_LAST_POSITION:,}.")
+    return whole
 
 
 def _array(given: Sequence[int]) -> mx.array:
     try:
-        return mx.array(given if hasattr(given, "shape") else list(given))  # type: ignore[arg-type]
+        # By NumPy, which finds a dtype that holds them all.
+        found = np.asarray(given if hasattr(given, "shape") else list(given))
+        if found.dtype.kind not in "biuf":
+            raise TypeError(found.dtype)
+        return mx.array(found)
     except (TypeError, ValueError) as error:
         raise ArgumentError(
             f"positions must be whole numbers, [N] or [B, N], not {reprlib.repr(given)}."

@@ -170,7 +170,12 @@ def run(args: argparse.Namespace) -> int:
     with terminate_as_interrupt(), bar("fitting", "step") as progress, warnings.catch_warnings():
         # Said at the end instead, where it is read.
         warnings.simplefilter("ignore", QualityWarning)
-        mapper = fit(*what, work=args.work, progress=progress, notify=_note, group=group)
+        try:
+            mapper = fit(*what, work=args.work, progress=progress, notify=_note, group=group)
+        except KeyboardInterrupt:
+            if args.work is not None and os.path.isdir(args.work):
+                _note(f"the same command goes on from {args.work}.")
+            raise
     print(f"Wrote {args.out}: {mapper.describe()}")
     for name in ("keys", "values"):
         scores = [m.scores[f"r2_{name}"] for m in mapper.layers]

@@ -21,6 +21,7 @@ from kvgraft import caches
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.moments import common_heads
+from kvgraft.fit.solve import storage_problem
 from kvgraft.geometry import ModelGeometry
 from kvgraft.handoff import prefill
 from kvgraft.mapper import Mapper
@@ -247,9 +248,17 @@ def choose(
             kept = trial, mapper
         return trial
 
+    def cannot_be_stored(candidate: FitConfig) -> bool:
+        problem = storage_problem(source, target, candidate)
+        if problem is not None and notify is not None:
+            notify(f"{candidate.plan} k={candidate.k} is left out: {problem}.")
+        return problem is not None
+
     for plan in plans_to_try(source, target, config):
         lowest, worse = float("inf"), 0
         for k in ks_to_try(source, config):
+            if cannot_be_stored(replace(config, plan=plan, k=k)):
+                continue
             trial = attempt(replace(config, plan=plan, k=k))
             if trial is None:
                 break
@@ -260,12 +269,14 @@ def choose(
     if kept is None:
         raise FitError(
             "None of the candidates gives the target a finite loss: "
-            + "; ".join(trial.line() for trial, _ in trials)
+            + ("; ".join(trial.line() for trial, _ in trials) or "none could be solved")
+            + "."
         )
     if config.k == "auto":
         won = next(candidate for trial, candidate in trials if trial is kept[0])
         for candidate in _variations(won, len(source.layers)):
-            attempt(candidate)
+            if storage_problem(source, target, candidate) is None:
+                attempt(candidate)
     chosen, mapper = kept
     return mapper, [replace(t, chosen=t is chosen) for t, _ in trials]
 

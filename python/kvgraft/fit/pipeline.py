@@ -31,7 +31,7 @@ from kvgraft.fit.estimate import FitTime, estimate_time, measure_blas
 from kvgraft.fit.moments import KINDS, LayerRows, Moments, MomentSet, common_heads
 from kvgraft.fit.plan import FitPlan, Part, plan_fit, solve_bytes
 from kvgraft.fit.select import LayerScores, score_layers
-from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper
+from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper, storage_problem
 from kvgraft.fit.text import CalibrationText, TextLike, as_list, check_sources, read_text
 from kvgraft.fit.tune import KEPT_BYTES, tune
 from kvgraft.fit.weights import can_be_seen, row_weights
@@ -240,6 +240,8 @@ def fit(
     in one step; ``work`` is emptied after that. Arguments are those of
     :func:`fit_mapper`; ``out`` is the artifact's folder.
     """
+    if work is not None:
+        _check_apart(out, work)
     artifact.check_destination(out)
 
     def save(mapper: Mapper) -> None:
@@ -331,6 +333,7 @@ def forecast(
         side.release()
     check_tokenizers(sides[0].tokenizer, sides[1].tokenizer)
     cfg, more = cfg.within(len(sides[0].geometry.layers))
+    _check_storage(sides, cfg)
     notes: tuple[str, ...] = (*more, *remarks)
     sequences, rows_fitted = cfg.sequences, None
     if text is not None:
@@ -377,6 +380,7 @@ def _gathered(
     check_tokenizers(sides[0].tokenizer, sides[1].tokenizer)
     calibration = _calibrate(text, sides[0].tokenizer, config)
     config, remarks = config.within(len(sides[0].geometry.layers))
+    _check_storage(sides, config)
     for note in (*remarks, *settled):
         if notify is None:
             warnings.warn(note, stacklevel=5)  # where fit_mapper or gather was called
@@ -548,6 +552,22 @@ def _check_request(
         raise FitError(
             f"{work} is a file; a fit keeps its state in a folder. Give a new or empty folder, or "
             "that of an unfinished fit."
+        )
+
+
+def _check_storage(sides: tuple[_Side, _Side], config: FitConfig) -> None:
+    problem = storage_problem(sides[0].geometry, sides[1].geometry, config)
+    if problem is not None:
+        raise FitError(f"{problem}; or give {named('weights', 'float16')}.")
+
+
+def _check_apart(out: str | os.PathLike[str], work: str | os.PathLike[str]) -> None:
+    """The artifact is moved into place as a whole, and the state is removed as a whole."""
+    a, b = Path(out).resolve(), Path(work).resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise FitError(
+            f"The mapper ({out}) and the state of an unfinished fit ({named('work')} {work}) need "
+            "folders of their own, neither inside the other."
         )
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "mean_scores",
     "solve_layer",
     "solve_mapper",
+    "storage_problem",
     "store_weight",
 ]
 
@@ -92,6 +93,47 @@ def head_plan(
             f"has {n_target} KV heads, its source layers have {sorted(counts)}."
         )
     return groups
+
+
+def storage_problem(source: ModelGeometry, target: ModelGeometry, config: FitConfig) -> str | None:
+    """Why a candidate's weights cannot be quantised as they shall be; ``None`` if they can.
+
+    Quantisation groups inputs, so their number has to divide. It is known before a fit
+    where all source layers are alike; where they differ, :func:`store_weight` tells.
+
+    Args:
+        source: Geometry of the source.
+        target: Geometry of the target.
+        config: What is left to be chosen (``"auto"``) is no problem.
+
+    Raises:
+        FitError: If the plan does not fit the head counts.
+    """
+    if config.weights not in ("8bit", "4bit") or config.plan == "auto":
+        return None
+    n = len(source.layers)
+    parts = (("key_dim", "k"), ("value_dim", "k" if config.k_values is None else "k_values"))
+    for dim, name in parts:
+        widths = {
+            len(heads) * getattr(source.layers[s], dim)
+            for layer in range(len(target.layers))
+            for s in range(n)
+            for heads in head_plan(source, target, layer, [s], config.plan, config.groups)
+            or [range(source.layers[s].n_kv_heads)]
+        }
+        k = getattr(config, name)
+        if len(widths) != 1 or k == "auto":
+            continue
+        width = widths.pop()
+        inputs = width * (n if k == "all" else min(int(k), n))
+        if inputs % config.group_size:
+            fitting = [i for i in range(1, n + 1) if i * width % config.group_size == 0]
+            return (
+                f"{named('weights', config.weights)} groups {config.group_size} inputs, and "
+                f"{named('plan', config.plan)} with {named(name, k)} has {inputs}"
+                + (f"; {named(name, fitting[0])} would do" if fitting else "")
+            )
+    return None
 
 
 def as_set(moments: Moments | Sequence[Moments] | MomentSet) -> MomentSet:

@@ -257,7 +257,8 @@ def read_text(
         raise FitError(
             f"The calibration text has {n_tokens:,} tokens, less than the two sequences of "
             f"{seq_len:,} that a fit needs at the very least (one is held out)."
-            f"{' Repeated text was dropped.' if repeated else ''} Give more text, or shorter "
+            f"{f' {repeated} repeated sequences were dropped.' if repeated else ''} Give more "
+            "text, or shorter "
             f"sequences ({named('seq_len')})."
         )
     notes = []
@@ -392,7 +393,7 @@ class _Reader:
             from pyarrow import ArrowException, parquet
         except ImportError as error:
             raise FitError(
-                f"Reading {path} needs pyarrow: pip install pyarrow. Or give JSONL."
+                f"Reading {path} needs pyarrow: pip install 'kvgraft[data]'. Or give JSONL."
             ) from error
         wanted = {self.source.field, "messages"}
         try:
@@ -409,8 +410,8 @@ class _Reader:
             from datasets import load_dataset
         except ImportError as error:
             raise FitError(
-                f"Reading the dataset {name} needs the datasets package: pip install datasets. Or "
-                "download it and give a file."
+                f"Reading the dataset {name} needs the datasets package: pip install "
+                "'kvgraft[data]'. Or download it and give a file."
             ) from error
         repo, _, config = name.partition(":")
         try:
@@ -426,6 +427,10 @@ class _Reader:
             ) from error
 
     def _text_of(self, item: Any, where: str, chat: bool) -> str:
+        # JSON can hold halves of a character, which no tokenizer takes.
+        return self._found_text(item, where, chat).encode("utf-8", "replace").decode("utf-8")
+
+    def _found_text(self, item: Any, where: str, chat: bool) -> str:
         if isinstance(item, str):
             return item
         if isinstance(item, dict):
@@ -433,12 +438,14 @@ class _Reader:
             if isinstance(text, str):
                 return text
             messages = item.get("messages")
-            if isinstance(messages, list):
+            if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
                 if chat:
                     return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
                 return "\n\n".join(str(m.get("content", "")) for m in messages)
         raise FitError(
-            f"{where} has no text under {self.source.field!r} and no 'messages'. Name the field."
+            f"{where} has no text under {self.source.field!r}, and no list of messages (objects "
+            "with a 'content') under 'messages'. Rename the field, or from Python name it: "
+            "TextSource(path, field=…)."
         )
 
 

@@ -21,6 +21,7 @@ import mlx.core as mx
 from kvgraft.errors import FitError, FormatError
 from kvgraft.fit.capture import CachedRows
 from kvgraft.fit.moments import Moments
+from kvgraft.naming import named
 
 __all__ = ["WorkFolder"]
 
@@ -76,8 +77,8 @@ class WorkFolder:
                 if identity.get(key) != self._identity.get(key)
             )
             raise FitError(
-                f"{self.path} holds another fit: {', '.join(differing)} differ. Resume with the "
-                "same models, text and settings, or start in a new folder."
+                f"{self.path} holds another fit: {', '.join(_in_words(differing))} differ. Resume "
+                "with the same models, text and settings, or start in a new folder."
             )
         self._state = state
 
@@ -218,3 +219,14 @@ class WorkFolder:
     @staticmethod
     def _rows_name(label: str, index: int) -> str:
         return f"rows-{label}-{index:06d}.safetensors"
+
+
+def _in_words(differing: Sequence[str]) -> list[str]:
+    """What a user calls the parts of a fit's identity."""
+    words = {
+        "passes": f"what is gathered ({named('plan')}, {named('memory_limit')})",
+        "n_passes": f"what is gathered ({named('plan')}, {named('memory_limit')})",
+        "structure": f"what is gathered ({named('plan')}, {named('memory_limit')})",
+        **{s: named(s) for s in ("stride", "skip", "token_weights", "sequential")},
+    }
+    return list(dict.fromkeys(words.get(key, key) for key in differing))
