@@ -42,7 +42,7 @@ from kvgraft.ops import set_num_threads
 from kvgraft.rope import RopeSpec
 from kvgraft.weights import AffineWeight, quantize
 
-SPIN_STEPS = 50_000  # short, so that some run is left alone
+SPIN_STEPS = 100_000  # short, so that some run is left alone
 CALM = 0.08  # of the cores: other programs' part of a round that still counts as calm
 
 
@@ -226,8 +226,6 @@ class Sample:
 
 
 def sample(run: Callable[[], None]) -> Sample:
-    # OpenBLAS's threads keep looking for work for a while, on the cores of who is next.
-    time.sleep(0.05)
     busy, clock, cpu = busy_seconds(), time.perf_counter(), time.process_time()
     run()
     cpu = time.process_time() - cpu
@@ -262,12 +260,20 @@ def rounds(contenders: dict[str, Callable[[], None]], want: int, budget: float) 
     """
     for run in contenders.values():
         run()  # warm
+
+    def rested(run: Callable[[], None]) -> Sample:
+        # OpenBLAS's threads keep looking for work for a while, on the cores of who is next.
+        time.sleep(0.05)
+        return sample(run)
+
     done: list[Round] = []
     end = time.perf_counter() + budget
     while True:
+        time.sleep(0.05)
+        spin()  # wakes the threads, which takes as long as a tenth of it
         spins = [sample(lambda: void(spin())) for _ in range(5)]
         one = {"spin": min(spins, key=lambda s: s.clock)}
-        one |= {name: sample(run) for name, run in contenders.items()}
+        one |= {name: rested(run) for name, run in contenders.items()}
         done.append(one)
         done.sort(key=worst)
         calm = len(done) >= want and worst(done[want - 1]) <= CALM

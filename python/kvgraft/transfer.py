@@ -290,19 +290,22 @@ class _Frame:
 
 def _make_table(spec: RopeSpec, positions: mx.array, inverse: bool) -> RopeTable | None:
     """An evaluated table, a block at a time: the way to a table takes several times its memory."""
-    blocks = []
-    for first in range(0, max(positions.shape[-1], 1), _TABLE_BLOCK):
-        block = spec.table(positions[..., first : first + _TABLE_BLOCK], inverse=inverse)
+    n = positions.shape[-1]
+    if n <= _TABLE_BLOCK:
+        table = spec.table(positions, inverse=inverse)
+        if table is not None:
+            mx.eval(table.cos, table.sin)
+        return table
+    shape = (*positions.shape, spec.dims // 2)
+    cos, sin = mx.zeros(shape), mx.zeros(shape)
+    for first in range(0, n, _TABLE_BLOCK):
+        at = slice(first, first + _TABLE_BLOCK)
+        block = spec.table(positions[..., at], inverse=inverse)
         if block is None:
             return None
-        mx.eval(block.cos, block.sin)
-        blocks.append(block)
-    if len(blocks) == 1:
-        return blocks[0]
-    cos = mx.concatenate([block.cos for block in blocks], axis=-2)
-    sin = mx.concatenate([block.sin for block in blocks], axis=-2)
-    mx.eval(cos, sin)
-    return RopeTable(cos, sin, blocks[0].traditional)
+        cos[..., at, :], sin[..., at, :] = block.cos, block.sin
+        mx.eval(cos, sin)  # writes into the buffers that are there
+    return RopeTable(cos, sin, spec.traditional)
 
 
 _Pairs = dict[int, tuple[mx.array, mx.array]]
