@@ -15,7 +15,7 @@ import pytest
 from cases import BF16, CASES, F16, F32, NMSE_LIMIT, Case, build
 
 from kvgraft import _ext, ops, reference
-from kvgraft.errors import GeometryError
+from kvgraft.errors import ArgumentError, GeometryError
 from kvgraft.rope import RopeSpec
 from kvgraft.weights import AffineWeight
 
@@ -505,3 +505,11 @@ def test_all_finite_of_long_rows_nothing_and_other_dtypes():
     assert _ext.all_finite(mx.zeros((4, 0, 2), dtype=mx.float16))
     with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
         _ext.all_finite(mx.zeros(3, dtype=mx.int32))
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "2", None])
+def test_a_limit_of_threads_is_a_number(count):
+    before = ops.num_threads()
+    with pytest.raises(ArgumentError, match="number of threads"):
+        ops.set_num_threads(count)
+    assert ops.num_threads() == before

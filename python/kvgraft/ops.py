@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvgraft import _ext
+from kvgraft.errors import ArgumentError
 from kvgraft.reference import HeadPlan, check_map_layer
 from kvgraft.rope import RopeTable
 from kvgraft.weights import AffineWeight, Weight
@@ -125,7 +126,12 @@ def set_num_threads(count: int) -> None:
     Args:
         count: The limit; 0 for the default, which is ``KVGRAFT_NUM_THREADS`` if
             that is set and otherwise the cores this process may use.
+
+    Raises:
+        ArgumentError: If that is no number of threads.
     """
+    if not isinstance(count, int) or count < 0:
+        raise ArgumentError(f"The limit is a number of threads, or 0, not {count!r}.")
     _ext.set_num_threads(count)
 
 

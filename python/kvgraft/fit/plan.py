@@ -194,7 +194,8 @@ def plan_fit(
     raise FitError(
         f"{named('memory_limit')} of {_size(config.memory_limit)} is not enough: the least that "
         f"was found is about {_size(best.peak_bytes)} (models {_size(best.model_bytes)}, moments "
-        f"{_size(best.moment_bytes)}, solving {_size(best.solve_bytes)}).{advice} A smaller "
+        f"{_size(best.moment_bytes)}, solving {_size(best.solve_bytes)}, activations "
+        f"{_size(_WORKING_BYTES)}).{advice} A smaller "
         f"{named('k')} makes solving smaller."
     )
 

@@ -198,7 +198,7 @@ class WorkFolder:
         try:
             arrays = mx.load(str(path))
         except RuntimeError as error:
-            raise FormatError(f"Cannot read {path}: {error}.") from error
+            raise FormatError(f"{path} is damaged ({error}). Start in a new folder.") from error
         assert isinstance(arrays, dict)
         sides = []
         for n in range(1 + max(int(key.split(".", 1)[0]) for key in arrays)):
