@@ -163,6 +163,21 @@ def test_stored_weights_are_what_is_scored(weights):
     assert rounded.layers[0].scores["r2_keys"] == pytest.approx(np.mean(want), abs=1e-4)
 
 
+@pytest.mark.parametrize("weights", ["8bit", "4bit"])
+def test_what_rounding_costs_is_against_the_unrounded_map(weights):
+    source_geo, target_geo = geometry(3, 2, 32), geometry(2, 2, 16)
+    source, target = problem(source_geo, target_geo)
+    # Means far from zero, which the intercept takes up, are where the two differ.
+    source = LayerRows([x + 5.0 for x in source.keys], [x - 5.0 for x in source.values])
+    fit, held = split(source_geo, target_geo, source, target)
+    exact = solve_mapper(fit, held, EXACT)
+    rounded = solve_mapper(fit, held, replace(EXACT, weights=weights, group_size=32))
+    for before, after in zip(exact.layers, rounded.layers, strict=True):
+        for kind in ("keys", "values"):
+            unrounded = after.scores[f"r2_{kind}_unrounded"]
+            assert unrounded == pytest.approx(before.scores[f"r2_{kind}"], abs=1e-4)
+
+
 def test_weights_beyond_float16_are_refused():
     source_geo, target_geo = geometry(1, 1, 4), geometry(1, 1, 4)
     rng = np.random.default_rng(0)

@@ -115,6 +115,30 @@ def test_bad_jsonl_is_located(tmp_path, line, message):
         read_text(path, TOKENIZER, sequences=4, seq_len=8)
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, content in (
+        ("a.jsonl", '{"text": "and so on and on and on"}'),
+        ("a.txt", "and so on " * 9),
+    ):
+        path = tmp_path / name
+        path.write_bytes(b"\xef\xbb\xbf" + content.encode())
+        text = read_text(path, TOKENIZER, sequences=2, seq_len=8)
+        assert decoded(text.tokens).startswith("and so on")
+
+
+def test_a_template_that_fails_is_located(tmp_path):
+    class Picky:
+        encode = TOKENIZER.encode
+
+        def apply_chat_template(self, messages, tokenize):
+            raise IndexError("no messages")
+
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": []}\n')
+    with pytest.raises(FitError, match="line 1: the chat template .*no messages"):
+        read_text(path, Picky(), sequences=2, seq_len=8, chat=True)
+
+
 def test_half_a_character_is_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "\\ud800 and so on and on and on and on"}\n')

@@ -609,7 +609,7 @@ def test_another_text_of_the_same_length_is_refused(
 
 
 def test_a_quantised_file_goes_in_and_out(
-    prompt_file: Path, pair: dict[str, Any], tmp_path: Path
+    prompt_file: Path, pair: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "q.safetensors"
     given = read_prompt_file(prompt_file)
@@ -621,6 +621,7 @@ def test_a_quantised_file_goes_in_and_out(
          "--kv-bits", "8", "--kv-group-size", "32"]
     )  # fmt: skip
     assert code == 0
+    assert "small.safetensors --kv-bits 8 --kv-group-size 32 --prompt" in capsys.readouterr().out
     said = run(
         "mlx_lm", "generate", "--prompt-cache-file", str(out), "--prompt", " Who?",
         "--max-tokens", "3", "--kv-bits", "8", "--kv-group-size", "32",

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.commands.formatter import HelpFormatter
+
 if TYPE_CHECKING:
     from kvgraft.quality.results import EvalConfig
 
@@ -26,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
             "target should read itself, write a report, and store verdict and policy in the "
             "artifact."
         ),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("mapper", metavar="MAPPER", help="mapper artifact")
     parser.add_argument("--source", required=True, help="model that reads (folder or repository)")

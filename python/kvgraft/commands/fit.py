@@ -9,6 +9,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.commands.formatter import HelpFormatter
 from kvgraft.commands.sizes import memory_size
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         "fit",
         help="fit a mapper for a pair of models",
         description="Fit a mapper that turns SOURCE's cache into TARGET's, and save it.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_options(parser, needs_text=True).add_argument(
         "--out", required=True, help="folder of the mapper"

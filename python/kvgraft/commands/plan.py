@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from kvgraft.commands.fit import add_options, config_of
+from kvgraft.commands.formatter import HelpFormatter
 
 __all__ = ["add_parser"]
 
@@ -16,8 +17,9 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         help="memory, disk and time of a fit, before it is run",
         description="Load both models one after the other, read one sequence with each, and say "
-        "what `kvgraft fit` with the same options takes. Nothing is written.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "what `kvgraft fit` with the same options (but --out and --resume) takes. Nothing is "
+        "written.",
+        formatter_class=HelpFormatter,
     )
     add_options(parser, needs_text=False)
     parser.set_defaults(command=run)

@@ -95,5 +95,8 @@ def run(args: argparse.Namespace) -> int:
     read = f", {native} read by the target" if native else ""
     print(f"Mapped {done.n_mapped} of {done.n_tokens} tokens{read} in {done.seconds:.2f} s.")
     print(f"Wrote {done.path} ({done.path.stat().st_size / 1e6:.1f} MB). Go on with:")
-    print(f"  mlx_lm.generate --prompt-cache-file {shlex.quote(str(done.path))} --prompt '…'")
+    more = f"--prompt-cache-file {shlex.quote(str(done.path))}"
+    if args.kv_bits is not None:  # mlx-lm refuses another packing than the file's
+        more += f" --kv-bits {args.kv_bits} --kv-group-size {args.kv_group_size}"
+    print(f"  mlx_lm.generate {more} --prompt '…'")
     return 0

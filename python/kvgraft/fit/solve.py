@@ -244,7 +244,7 @@ def solve_layer(
             scores[f"unstable_{kind}"] = 1.0
         if heldout is not None and config.weights in ("8bit", "4bit"):
             scores[f"r2_{kind}_unrounded"] = float(
-                _heldout_r2(solved.map, kind, target_layer, heldout, solved.dense).mean()
+                _heldout_r2(solved.map, kind, target_layer, heldout, solved.exact).mean()
             )
     layer = LayerMap(target_layer, maps["keys"], maps["values"], scores)
     if heldout is not None:
@@ -275,13 +275,14 @@ def _heldout_r2(
     kind: str,
     target_layer: int,
     heldout: MomentSet,
-    used: Float64 | None = None,
+    exact: tuple[Float64, Float64] | None = None,
 ) -> Float64:
-    """``[heads]`` R² of a map, or of the same map with other weights ``used``."""
+    """``[heads]`` R² of a map, or of what it was before rounding: weights and intercepts."""
     assert part.weight is not None and part.bias is not None
-    if used is None:
-        used = np.array(dequantize(part.weight).astype(mx.float32)).astype(np.float64)
-    bias = np.array(part.bias.astype(mx.float32)).astype(np.float64)
+    used, bias = exact or (
+        np.array(dequantize(part.weight).astype(mx.float32)).astype(np.float64),
+        np.array(part.bias.astype(mx.float32)).astype(np.float64),
+    )
     r2 = np.zeros(len(used))
     for group, heads in _systems(part.heads, len(used)).items():
         which = None if part.heads is None else heads
@@ -308,8 +309,8 @@ class _Solved:
     condition: float
     method: str
     ridge: float
-    dense: Float64
-    """The weights before they were rounded."""
+    exact: tuple[Float64, Float64]
+    """Weights and intercepts before the weights were rounded."""
 
 
 def best_lambda(
@@ -412,17 +413,22 @@ def _solve_kind(
 
     dense = np.stack([w for w in weights if w is not None])
     stored = store_weight(dense, config, f"Target layer {target_layer}, {kind}")
-    # The intercept makes up for what the rounding of the weights does to the mean.
     used = np.array(dequantize(stored).astype(mx.float32)).astype(np.float64)
-    bias = np.zeros((n_heads, used.shape[2]))
-    for group, heads in systems.items():
-        which = None if plan is None else heads
-        x_mean, y_mean = fit.means(kind, sources, group, target_layer, which)
-        w = np.concatenate([used[head] for head in heads], axis=1)
-        bias[heads] = (y_mean - x_mean @ w).reshape(len(heads), -1)
+
+    def intercepts(of: Float64) -> Float64:
+        bias = np.zeros((n_heads, of.shape[2]))
+        for group, heads in systems.items():
+            which = None if plan is None else heads
+            x_mean, y_mean = fit.means(kind, sources, group, target_layer, which)
+            w = np.concatenate([of[head] for head in heads], axis=1)
+            bias[heads] = (y_mean - x_mean @ w).reshape(len(heads), -1)
+        return bias
+
+    # The intercept makes up for what the rounding of the weights does to the mean.
+    bias = intercepts(used)
     linear = LinearMap.of(sources, stored, mx.array(bias.astype(np.float32)), plan)
     mx.eval(_leaves(stored), linear.bias)
-    return _Solved(linear, r2_fit, condition, method, ridge, dense)
+    return _Solved(linear, r2_fit, condition, method, ridge, (dense, intercepts(dense)))
 
 
 def store_weight(dense: Float64, config: FitConfig, where: str) -> Weight:

@@ -367,7 +367,7 @@ class _Reader:
             yield from _separated(self._parquet(path, chat))
             return
         try:
-            with path.open(encoding="utf-8") as lines:
+            with path.open(encoding="utf-8-sig") as lines:
                 if path.suffix.lower() in _JSON_SUFFIXES:
                     yield from _separated(self._json_lines(lines, path, chat))
                 else:
@@ -384,7 +384,7 @@ class _Reader:
             where = f"{path}, line {number}"
             try:
                 item = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise FitError(f"{where} is not JSON ({error}); give one object a line.") from error
             yield self._text_of(item, where, chat)
 
@@ -440,13 +440,21 @@ class _Reader:
             messages = item.get("messages")
             if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
                 if chat:
-                    return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+                    return self._templated(messages, where)
                 return "\n\n".join(str(m.get("content", "")) for m in messages)
         raise FitError(
             f"{where} has no text under {self.source.field!r}, and no list of messages (objects "
             "with a 'content') under 'messages'. Rename the field, or from Python name it: "
             "TextSource(path, field=…)."
         )
+
+    def _templated(self, messages: list[Any], where: str) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # templates raise what they like
+            raise FitError(
+                f"{where}: the chat template does not take these messages ({error})."
+            ) from error
 
 
 @contextmanager

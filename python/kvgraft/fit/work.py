@@ -77,8 +77,9 @@ class WorkFolder:
                 if identity.get(key) != self._identity.get(key)
             )
             raise FitError(
-                f"{self.path} holds another fit: {', '.join(_in_words(differing))} differ. Resume "
-                "with the same models, text and settings, or start in a new folder."
+                f"{self.path} holds another fit; what differs: "
+                f"{', '.join(_in_words(differing))}. Resume with the same models, text and "
+                "settings, or start in a new folder."
             )
         self._state = state
 
@@ -226,6 +227,7 @@ def _in_words(differing: Sequence[str]) -> list[str]:
     words = {
         "passes": f"what is gathered ({named('plan')}, {named('memory_limit')})",
         "n_passes": f"what is gathered ({named('plan')}, {named('memory_limit')})",
+        "text": f"text ({named('sequences')}, {named('seq_len')})",
         "structure": f"what is gathered ({named('plan')}, {named('memory_limit')})",
         **{s: named(s) for s in ("stride", "skip", "token_weights", "sequential")},
     }
