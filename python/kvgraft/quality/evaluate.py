@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvgraft import artifact, caches
+from kvgraft import _ext, artifact, caches
 from kvgraft.errors import CacheError, EvaluationError
 from kvgraft.formats import atomic
 from kvgraft.formats.config import to_config
@@ -405,7 +405,7 @@ class _Run:
         start = time.perf_counter()
         mapped = arms.map_pairs(source, self.mapper, geometry, self.keep)
         seconds["map"] = time.perf_counter() - start
-        finite = all(bool(mx.isfinite(x).all().item()) for pair in mapped for x in pair)
+        finite = all(_ext.all_finite(x) for pair in mapped for x in pair)
         cosines, keys, values = self._compare(geometry, seen, native, mapped)
         seen.clear()
         for head, tail in cfg.ends:
