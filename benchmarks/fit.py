@@ -27,8 +27,8 @@ import mlx.core as mx
 import numpy as np
 
 from kvgraft.fit import FitConfig, fit_arrays
-from kvgraft.geometry import LayerGeometry, ModelGeometry
-from kvgraft.rope import RopeSpec
+from kvgraft.models.geometry import LayerGeometry, ModelGeometry
+from kvgraft.models.rope import RopeSpec
 
 SHAPES = {
     # layers of source and target, KV heads, head_dim, rows, k

@@ -25,9 +25,9 @@ from kvgraft.fit import Moments, MomentSet, read_text
 from kvgraft.fit.capture import Stripper, capture, row_positions
 from kvgraft.fit.moments import Columns, LayerRows
 from kvgraft.fit.ridge import solve_ridge
-from kvgraft.geometry import ModelGeometry
-from kvgraft.models import LoadedModel, load_model
-from kvgraft.probe import read_geometry
+from kvgraft.models.geometry import ModelGeometry
+from kvgraft.models.loading import LoadedModel, load_model
+from kvgraft.models.probe import read_geometry
 
 CHUNK = 1000
 

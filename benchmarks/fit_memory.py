@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvgraft.commands import build_parser
-from kvgraft.commands.fit import config_of
-from kvgraft.commands.sizes import memory_size
+from kvgraft.cli.fit import config_of
+from kvgraft.cli.parser import build_parser
+from kvgraft.cli.sizes import memory_size
 from kvgraft.demo.data import bundled
 from kvgraft.fit import forecast
 
@@ -45,7 +45,7 @@ def measure(options: list[str], out: Path) -> dict[str, Any]:
     """Peak memory of one `kvgraft fit`, its seconds, and what was planned."""
     args = build_parser().parse_args(["fit", *options, "--out", str(out)])
     plan = forecast(args.source, args.target, None, config_of(args)).plan
-    command = [sys.executable, "-m", "kvgraft.cli", "fit", *options, "--out", str(out)]
+    command = [sys.executable, "-m", "kvgraft", "fit", *options, "--out", str(out)]
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     own = 0

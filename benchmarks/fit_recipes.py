@@ -48,16 +48,16 @@ from kvgraft.fit import (
     solve_mapper,
 )
 from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
-from kvgraft.fit.choose import Documents, read_documents, score, with_own
+from kvgraft.fit.checkpoint import WorkFolder
 from kvgraft.fit.moments import common_heads
+from kvgraft.fit.search import Documents, read_documents, score, with_own
+from kvgraft.fit.token_weights import row_weights
 from kvgraft.fit.tune import tune
-from kvgraft.fit.weights import row_weights
-from kvgraft.fit.work import WorkFolder
-from kvgraft.geometry import ModelGeometry
-from kvgraft.mapper import Mapper
-from kvgraft.models import LoadedModel, load_model
-from kvgraft.probe import read_geometry
-from kvgraft.rope import NO_ROPE, strip_rope
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.geometry import ModelGeometry
+from kvgraft.models.loading import LoadedModel, load_model
+from kvgraft.models.probe import read_geometry
+from kvgraft.models.rope import NO_ROPE, strip_rope
 
 SIDES = ("a", "b")
 BASELINE = "full"

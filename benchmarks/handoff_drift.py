@@ -27,15 +27,16 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from kvgraft.models.forward import continuation_nll, prefill
 
-from kvgraft import artifact
-from kvgraft.caches import n_tokens, trim
+from kvgraft.cache import n_tokens, trim
 from kvgraft.demo.data import bundled, documents, windows
 from kvgraft.fit import FitConfig, TextSource, fit_mapper
-from kvgraft.handoff import GenerationState, ModelSlot, prefill, switch
-from kvgraft.mapper import Mapper
-from kvgraft.models import LoadedModel, load_model
-from kvgraft.quality.nll import continuation_nll
+from kvgraft.handoff import GenerationState, switch
+from kvgraft.mapper import artifact
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.handle import ModelSlot
+from kvgraft.models.loading import LoadedModel, load_model
 
 RULES: dict[str, dict[str, Any]] = {
     "read again": {},

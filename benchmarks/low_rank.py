@@ -20,10 +20,10 @@ import scipy.linalg
 from numpy.typing import NDArray
 
 from kvgraft.fit import FitConfig, MomentSet
+from kvgraft.fit.layer_ranking import allowed_sources
 from kvgraft.fit.moments import Columns
-from kvgraft.fit.select import allowed_sources
 from kvgraft.fit.solve import best_lambda, heldout_scores, mean_scores, store_weight
-from kvgraft.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
 
 Float64 = NDArray[np.float64]
 

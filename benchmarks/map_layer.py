@@ -34,13 +34,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvgraft import _ext, env, ops, reference, transfer
+from kvgraft import _ext
 from kvgraft.errors import QualityWarning
-from kvgraft.geometry import LayerGeometry, ModelGeometry
-from kvgraft.mapper import LayerMap, LinearMap, Mapper
-from kvgraft.ops import set_num_threads
-from kvgraft.rope import RopeSpec
-from kvgraft.weights import AffineWeight, quantize
+from kvgraft.mapper import transfer
+from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.models.geometry import LayerGeometry, ModelGeometry
+from kvgraft.models.rope import RopeSpec
+from kvgraft.ops import env, reference
+from kvgraft.ops import fused as ops
+from kvgraft.ops.fused import set_num_threads
+from kvgraft.ops.quantized import AffineWeight, quantize
 
 SPIN_STEPS = 100_000  # short, so that some run is left alone
 CALM = 0.08  # of the cores: other programs' part of a round that still counts as calm
@@ -149,7 +152,7 @@ def run_kernel(work: Work) -> None:
 
 
 def run_reference(work: Work) -> None:
-    """kvgraft.reference: each source layer's strip, one matmul a head, the tail."""
+    """kvgraft.ops.reference: each source layer's strip, one matmul a head, the tail."""
     positions = mx.arange(work.tokens)
     specs = work.mapper.source.layers, work.mapper.target.layers
     strip = specs[0][0].rope.table(positions, inverse=True)

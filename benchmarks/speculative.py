@@ -18,11 +18,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from kvgraft.artifact import check_pair
 from kvgraft.demo.data import bundled, documents, windows
-from kvgraft.mapper import Mapper
-from kvgraft.models import load_model
-from kvgraft.speculative import measure
+from kvgraft.handoff.speculative import measure
+from kvgraft.mapper.artifact import check_pair
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.loading import load_model
 
 
 def main() -> None:

@@ -372,7 +372,7 @@ void MapLayer::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) 
 std::vector<mx::array> MapLayer::jvp(const std::vector<mx::array>&, const std::vector<mx::array>&,
                                      const std::vector<int>&) {
   throw std::invalid_argument(
-      "[map_layer] has no gradient. Differentiate kvgraft.reference.map_layer instead.");
+      "[map_layer] has no gradient. Differentiate kvgraft.ops.reference.map_layer instead.");
 }
 
 std::vector<mx::array> MapLayer::vjp(const std::vector<mx::array>& primals,

@@ -1,5 +1,5 @@
 // map_layer: the keys (or values) of one target layer from those of the source
-// layers, as one MLX operation. See kvgraft.reference.map_layer for what it
+// layers, as one MLX operation. See kvgraft.ops.reference.map_layer for what it
 // computes.
 #pragma once
 

@@ -24,7 +24,7 @@ if [ "$found" != "$version" ]; then
 fi
 cd "$root"
 if [ $# -eq 0 ]; then
-    set -- -q tests/test_caches.py tests/test_caches_kinds.py tests/test_prompt_files.py \
-        tests/test_geometry.py
+    set -- -q tests/cache \
+        tests/models/test_probe.py
 fi
 exec "$python" -m pytest "$@"

@@ -1,5 +1,5 @@
 // The keys or values of one target layer from those of its source layers, as
-// kvgraft.reference.map_layer defines them: take the source's RoPE off, multiply
+// kvgraft.ops.reference.map_layer defines them: take the source's RoPE off, multiply
 // by the weights, add the bias, put the target's RoPE on. All arithmetic is
 // float32.
 //

@@ -19,10 +19,10 @@ from kvgraft import _abi
 _abi.check()
 
 from kvgraft.errors import KvgraftError  # noqa: E402
-from kvgraft.mapper import CrossModelMapper, KVMapper, LayerMap, LinearMap, Mapper  # noqa: E402
-from kvgraft.ops import map_layer  # noqa: E402
-from kvgraft.rope import RopeSpec  # noqa: E402
-from kvgraft.transfer import load_mapper, transfer_cache, transfer_layer  # noqa: E402
+from kvgraft.mapper.mapper import CrossModelMapper, KVMapper, LayerMap, LinearMap, Mapper  # noqa: E402
+from kvgraft.mapper.transfer import load_mapper, transfer_cache, transfer_layer  # noqa: E402
+from kvgraft.models.rope import RopeSpec  # noqa: E402
+from kvgraft.ops.fused import map_layer  # noqa: E402
 
 __all__ = [
     "CrossModelMapper",

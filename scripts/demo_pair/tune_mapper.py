@@ -20,12 +20,12 @@ import numpy as np
 from kvgraft.demo.data import bundled
 from kvgraft.fit import FitConfig, Moments, MomentSet, TextSource, read_text
 from kvgraft.fit.capture import Stripper, capture, row_positions
-from kvgraft.fit.choose import read_documents
+from kvgraft.fit.search import read_documents
 from kvgraft.fit.solve import heldout_scores, mean_scores
 from kvgraft.fit.tune import tune
-from kvgraft.mapper import Mapper
-from kvgraft.models import load_model
-from kvgraft.probe import read_geometry
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.loading import load_model
+from kvgraft.models.probe import read_geometry
 
 
 def rescore(mapper: Mapper, models: list[Any], tokens: np.ndarray) -> None:

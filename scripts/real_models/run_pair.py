@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from kvgraft.models.forward import prefill
 from mlx_lm.generate import generate_step
 
-from kvgraft import artifact
+from kvgraft.cache.map import graft_cache
+from kvgraft.evaluate.nll import run_arms
 from kvgraft.fit import FitConfig, GatheredMoments, Moments, MomentSet, read_text
 from kvgraft.fit.capture import Stripper, capture, row_positions
-from kvgraft.handoff import graft_cache, prefill
-from kvgraft.mapper import Mapper
-from kvgraft.models import LoadedModel, check_tokenizers, load_model
-from kvgraft.probe import read_geometry
-from kvgraft.quality.nll import run_arms
+from kvgraft.mapper import artifact
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.loading import LoadedModel, check_tokenizers, load_model
+from kvgraft.models.probe import read_geometry
 
 END_OF_TEXT = "<|endoftext|>"
 Documents = list[list[int]]

@@ -1,11 +1,7 @@
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-# The emulator and its tools are imported by name.
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_configure(config):

@@ -14,11 +14,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parent)]
 
-from cases import CASES, build
 from emulator import CACHE, Library
 from map_layer import DIRECTORY, SOURCE, TILES, run
+
+from kvgraft.ops.cases import CASES, build
 
 
 def source_lines(generated: str) -> list[int]:

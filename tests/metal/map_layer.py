@@ -5,17 +5,21 @@ What is decided on the way comes out of ``csrc/metal/dispatch.cpp`` itself.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from cases import Problem
 from emulator import EmulatorError, Library, Result
 from host import MAX_SOURCES, Call, Source, Table, plan
 
-from kvgraft.rope import RopeTable
-from kvgraft.weights import AffineWeight, weight_shape
+from kvgraft.models.rope import RopeTable
+from kvgraft.ops.cases import Problem
+from kvgraft.ops.quantized import AffineWeight, weight_shape
+
+# All tiles for all cases, all mutations: minutes instead of seconds.
+FULL = bool(os.environ.get("KVGRAFT_CI"))
 
 ROOT = Path(__file__).parents[2]
 DIRECTORY = ROOT / "csrc" / "metal"

@@ -13,15 +13,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parent)]
 
 import mlx.core as mx
 import oracle
-from cases import F32, HALF, NMSE_LIMIT, Case, build
 from emulator import EmulatorError, Library
 from map_layer import DIRECTORY, SOURCE, run
 
-from kvgraft.rope import RopeSpec
+from kvgraft.models.rope import RopeSpec
+from kvgraft.ops.cases import F32, HALF, NMSE_LIMIT, Case, build
 
 TILE = "map_layer_tile_32x32"
 ROWS = "map_layer_rows_4"

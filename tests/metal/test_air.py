@@ -7,9 +7,10 @@ from importlib.metadata import version
 
 import numpy as np
 import pytest
-from cases import F32, Case, build
 from emulator import Library, air
 from map_layer import DIRECTORY, SOURCE, run
+
+from kvgraft.ops.cases import F32, Case, build
 
 GEMM = "steel_gemm_fused_nn_float32_float32_bm64_bn64_bk16_wm2_wn2"
 

@@ -8,7 +8,6 @@ import struct
 import map_layer
 import oracle
 import pytest
-from cases import CASES, NMSE_LIMIT, build
 from emulator import EmulatorError
 from host import (
     DISPATCH,
@@ -24,6 +23,8 @@ from host import (
     refuses,
 )
 from map_layer import FINISH, RESUME, WIDE_SOURCE, WIDE_WEIGHT, Library, run
+
+from kvgraft.ops.cases import CASES, NMSE_LIMIT, build
 
 F32, F16, BF16 = 0, 1, 2
 LAYER = MAX_SOURCES * struct.calcsize("<4q2i")

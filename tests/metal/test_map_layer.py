@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 import zlib
@@ -11,14 +10,12 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, CASES, F16, F32, GEOMETRIES, HALF, NMSE_LIMIT, Case, build
 from emulator import EmulatorError
-from map_layer import DIRECTORY, MAX_SOURCES, SOURCE, TILES, Library, run
+from map_layer import DIRECTORY, FULL, MAX_SOURCES, SOURCE, TILES, Library, run
 
-from kvgraft.rope import RopeSpec
+from kvgraft.models.rope import RopeSpec
+from kvgraft.ops.cases import BF16, CASES, F16, F32, GEOMETRIES, HALF, NMSE_LIMIT, Case, build
 
-# All tiles for all cases, all mutations: minutes instead of seconds.
-FULL = bool(os.environ.get("KVGRAFT_CI"))
 KEYS = Case("metal-keys", strip=(HALF,), rotate=RopeSpec(64, base=1e6))
 MORE = (
     Case("metal-many-layers", sources=((2, 32),) * 19, strip=(RopeSpec(32, base=1e4),)),

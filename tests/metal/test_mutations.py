@@ -5,9 +5,8 @@ from __future__ import annotations
 import line_coverage
 import pytest
 from emulator import Library
-from map_layer import DIRECTORY, SOURCE
+from map_layer import DIRECTORY, FULL, SOURCE
 from mutations import MUTATIONS, ROWS, TILE, catch, mutate
-from test_map_layer import FULL
 
 # A barrier, an edge, a sign, a rows fault: what a quick run looks at.
 QUICK = {

@@ -14,13 +14,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parent)]
 
-from cases import Case, build
 from emulator import Library
 from map_layer import DIRECTORY, SOURCE, run
 
-from kvgraft.rope import RopeSpec
+from kvgraft.models.rope import RopeSpec
+from kvgraft.ops.cases import Case, build
 
 # name: source heads, head_dim; target heads, head_dim; layers k; head plan
 PAIRS = {

@@ -11,12 +11,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
+from kvgraft.cache.map import graft_cache
 from kvgraft.errors import FitError
-from kvgraft.handoff import graft_cache, prefill
-from kvgraft.mapper import Mapper
-from kvgraft.models import LoadedModel
-from kvgraft.probe import read_geometry
-from kvgraft.quality.nll import ArmResult, run_arms
+from kvgraft.evaluate.nll import ArmResult, run_arms
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.forward import prefill
+from kvgraft.models.loading import LoadedModel
+from kvgraft.models.probe import read_geometry
 
 __all__ = [
     "MAPPED",

@@ -4,6 +4,8 @@ text → capture → moments → select and solve → :class:`kvgraft.Mapper`
 """
 
 from kvgraft.fit.config import FitConfig
+from kvgraft.fit.layer_ranking import LayerScores, score_layers
+from kvgraft.fit.memory_plan import FitPlan, plan_fit
 from kvgraft.fit.moments import LayerRows, Moments, MomentSet
 from kvgraft.fit.pipeline import (
     Forecast,
@@ -14,10 +16,8 @@ from kvgraft.fit.pipeline import (
     forecast,
     gather,
 )
-from kvgraft.fit.plan import FitPlan, plan_fit
-from kvgraft.fit.select import LayerScores, score_layers
 from kvgraft.fit.solve import solve_mapper
-from kvgraft.fit.text import CalibrationText, TextSource, parse_source, read_text
+from kvgraft.text.corpus import CalibrationText, TextSource, parse_source, read_text
 
 __all__ = [
     "CalibrationText",

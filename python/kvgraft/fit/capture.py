@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
 from kvgraft.fit.moments import LayerRows
-from kvgraft.fit.weights import recorded_sensitivities
-from kvgraft.geometry import ModelGeometry
-from kvgraft.naming import named
-from kvgraft.rope import RopeTable, rotate_pairs
-from kvgraft.tokens import check_tokens
+from kvgraft.fit.token_weights import recorded_sensitivities
+from kvgraft.models.geometry import ModelGeometry
+from kvgraft.models.rope import RopeTable, rotate_pairs
+from kvgraft.models.vocabulary import check_tokens
+from kvgraft.option_names import named
 
 __all__ = ["CachedRows", "Stripper", "capture", "row_positions"]
 

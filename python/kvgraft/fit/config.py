@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvgraft.errors import FitError
-from kvgraft.naming import named
+from kvgraft.option_names import named
 
 __all__ = ["FitConfig"]
 
@@ -28,7 +28,7 @@ class FitConfig:
     Attributes:
         k: Source layers per target layer (all, with a remark, if the source has
             fewer), ``"all"``, or ``"auto"``: chosen by the
-            target's loss on held-out text; see :mod:`kvgraft.fit.choose`.
+            target's loss on held-out text; see :mod:`kvgraft.fit.search`.
         k_values: The same for values only; ``None`` takes ``k``.
         ridge_lambda: λ of the ridge, or ``"auto"``: for each layer, keys and values
             apart, the one that explains held-out text best; see
@@ -37,7 +37,7 @@ class FitConfig:
             the paper and VeloxQuant-MLX. ``"covariance"``: added to the centred
             covariance, as in the molt mappers; stronger by the number of rows.
         selection: How source layers are ranked: ``"heldout"`` or ``"paper"``
-            (in-sample); see :func:`kvgraft.fit.select.score_layers`.
+            (in-sample); see :func:`kvgraft.fit.layer_ranking.score_layers`.
         layers: ``"shared"``: keys and values take the same source layers, ranked
             by the mean of their scores (the paper). ``"separate"``: each by its
             own.
@@ -52,7 +52,7 @@ class FitConfig:
         skip: Leave out this many tokens at the start of each sequence, whose
             keys are attention sinks.
         token_weights: ``"attention"``: rows count by how much the target's attention
-            makes of them; see :mod:`kvgraft.fit.weights`. ``"uniform"``: all alike (the
+            makes of them; see :mod:`kvgraft.fit.token_weights`. ``"uniform"``: all alike (the
             paper). ``"auto"``: by attention where it can be looked at.
         effective_rows: Share of the rows that must still count (Kish) when they
             are weighted.

@@ -35,9 +35,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.errors import FitError, FormatError, VersionError
-from kvgraft.fit.tensors import read_tensors, write_tensors
-from kvgraft.geometry import ModelGeometry
-from kvgraft.naming import named
+from kvgraft.files.float_arrays import read_tensors, write_tensors
+from kvgraft.models.geometry import ModelGeometry
+from kvgraft.option_names import named
 
 __all__ = ["KINDS", "Columns", "LayerRows", "MomentSet", "Moments", "common_heads"]
 

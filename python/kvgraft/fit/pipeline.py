@@ -20,27 +20,27 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from kvgraft import artifact
-from kvgraft.caches import check_mappable
+from kvgraft.cache import check_mappable
 from kvgraft.errors import FitError, GeometryError, QualityWarning
 from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
-from kvgraft.fit.choose import Documents, choose, read_documents, trace, with_own
+from kvgraft.fit.checkpoint import WorkFolder
 from kvgraft.fit.config import FitConfig
-from kvgraft.fit.doubts import doubts
-from kvgraft.fit.estimate import FitTime, estimate_time, measure_blas
+from kvgraft.fit.diagnostics import doubts
+from kvgraft.fit.layer_ranking import LayerScores, score_layers
+from kvgraft.fit.memory_plan import FitPlan, Part, plan_fit, solve_bytes
 from kvgraft.fit.moments import KINDS, LayerRows, Moments, MomentSet, common_heads
-from kvgraft.fit.plan import FitPlan, Part, plan_fit, solve_bytes
-from kvgraft.fit.select import LayerScores, score_layers
+from kvgraft.fit.search import Documents, choose, read_documents, trace, with_own
 from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper, storage_problem
-from kvgraft.fit.text import CalibrationText, TextLike, as_list, check_sources, read_text
+from kvgraft.fit.time_estimate import FitTime, estimate_time, measure_blas
+from kvgraft.fit.token_weights import can_be_seen, row_weights
 from kvgraft.fit.tune import KEPT_BYTES, tune
-from kvgraft.fit.weights import can_be_seen, row_weights
-from kvgraft.fit.work import WorkFolder
-from kvgraft.geometry import ModelGeometry
-from kvgraft.mapper import Mapper
-from kvgraft.models import LoadedModel, ModelIdentity, check_tokenizers, load_model
-from kvgraft.naming import named
-from kvgraft.probe import read_geometry
+from kvgraft.mapper import artifact
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.geometry import ModelGeometry
+from kvgraft.models.loading import LoadedModel, ModelIdentity, check_tokenizers, load_model
+from kvgraft.models.probe import read_geometry
+from kvgraft.option_names import named
+from kvgraft.text.corpus import CalibrationText, TextLike, as_list, check_sources, read_text
 
 __all__ = [
     "CHECKPOINT_EVERY",
@@ -190,7 +190,7 @@ def fit_mapper(
     Returns:
         The mapper, with its scores on held-out text. Where these speak against
         using it, a :class:`kvgraft.errors.QualityWarning` says so; see
-        :func:`kvgraft.fit.doubts.doubts`.
+        :func:`kvgraft.fit.diagnostics.doubts`.
 
     Raises:
         TokenizerMismatchError: If the models do not share a tokenizer.

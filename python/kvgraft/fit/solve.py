@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
+from kvgraft.fit.layer_ranking import LayerScores, choose_layers, score_layers
 from kvgraft.fit.moments import KINDS, Moments, MomentSet
 from kvgraft.fit.ridge import Residuals, r_squared_by_head, residuals, solve_ridge
-from kvgraft.fit.select import LayerScores, choose_layers, score_layers
-from kvgraft.geometry import ModelGeometry
-from kvgraft.mapper import LayerMap, LinearMap, Mapper
-from kvgraft.naming import named
-from kvgraft.weights import Weight, dequantize, quantize
+from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.models.geometry import ModelGeometry
+from kvgraft.ops.quantized import Weight, dequantize, quantize
+from kvgraft.option_names import named
 
 __all__ = [
     "as_set",

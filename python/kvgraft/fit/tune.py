@@ -22,18 +22,18 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-from kvgraft import caches
+from kvgraft import cache as caches
 from kvgraft.errors import FitError
-from kvgraft.fit.choose import Documents
 from kvgraft.fit.config import FitConfig
+from kvgraft.fit.search import Documents
 from kvgraft.fit.solve import store_weight
-from kvgraft.geometry import ModelGeometry
-from kvgraft.handoff import prefill
-from kvgraft.mapper import LayerMap, LinearMap, Mapper
-from kvgraft.reference import map_layer
-from kvgraft.rope import RopeTable, strip_rope
-from kvgraft.transfer import iter_transfer
-from kvgraft.weights import dequantize
+from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.transfer import iter_transfer
+from kvgraft.models.forward import prefill
+from kvgraft.models.geometry import ModelGeometry
+from kvgraft.models.rope import RopeTable, strip_rope
+from kvgraft.ops.quantized import dequantize
+from kvgraft.ops.reference import map_layer
 
 __all__ = ["TuneResult", "divergence", "tune"]
 

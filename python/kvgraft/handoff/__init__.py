@@ -8,15 +8,16 @@ chat over several models.
 
 from __future__ import annotations
 
+from kvgraft.cache.map import graft_cache
 from kvgraft.handoff.generation import Generation
-from kvgraft.handoff.graft import graft_cache, prefill
 from kvgraft.handoff.memory import MemoryBudget, MemoryPlan, plan_memory
 from kvgraft.handoff.policy import Observation, Policy, Rung, memory_policy
 from kvgraft.handoff.repair import Repair
 from kvgraft.handoff.session import Session, Turn
-from kvgraft.handoff.slot import ModelSlot
 from kvgraft.handoff.state import GenerationState, Span
 from kvgraft.handoff.switch import Handoff, SwitchReport, switch
+from kvgraft.models.forward import prefill
+from kvgraft.models.handle import ModelSlot
 
 __all__ = [
     "Generation",

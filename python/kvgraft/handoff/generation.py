@@ -12,12 +12,12 @@ from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.errors import HandoffError
-from kvgraft.handoff.graft import read_on
 from kvgraft.handoff.memory import MemoryBudget
 from kvgraft.handoff.repair import Repair
-from kvgraft.handoff.slot import ModelSlot, ModelSource
 from kvgraft.handoff.state import GenerationState, LogitsProcessor, Sampler
-from kvgraft.tokens import check_tokens
+from kvgraft.models.forward import read_on
+from kvgraft.models.handle import ModelSlot, ModelSource
+from kvgraft.models.vocabulary import check_tokens
 
 __all__ = ["Generation"]
 

@@ -8,18 +8,15 @@ shapes before a hand-over, and MLX's allocator is read while it runs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from kvgraft.errors import MemoryBudgetError
-from kvgraft.geometry import ModelGeometry
-from kvgraft.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.geometry import ModelGeometry
 
 __all__ = [
     "MemoryBudget",
@@ -27,39 +24,9 @@ __all__ = [
     "Stage",
     "cache_bytes",
     "mapper_bytes",
-    "model_bytes",
     "plan_memory",
-    "stored_bytes",
     "token_bytes",
 ]
-
-
-def model_bytes(model: Any) -> int:
-    """Bytes of a model's parameters, shared ones once."""
-    leaves: Any = tree_flatten(model.parameters())
-    return sum({id(p): int(p.nbytes) for _, p in leaves}.values())
-
-
-def stored_bytes(path: str | os.PathLike[str], dtype: mx.Dtype | None = None) -> int | None:
-    """Bytes that a model will take once loaded, from its files' headers.
-
-    Args:
-        path: The model's folder.
-        dtype: dtype that it will be cast to; default as stored.
-
-    Returns:
-        Bytes, or ``None`` if the folder isn't here.
-    """
-    files = sorted(Path(path).expanduser().glob("model*.safetensors"))
-    if not files:
-        return None
-    total = 0
-    for file in files:
-        weights: Any = mx.load(str(file))  # lazy: shapes and dtypes only
-        for p in weights.values():
-            cast = dtype is not None and mx.issubdtype(p.dtype, mx.floating)
-            total += p.size * (dtype.size if cast and dtype is not None else p.dtype.size)
-    return total
 
 
 def cache_bytes(cache: Sequence[Any] | None) -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvgraft import caches
-from kvgraft.handoff.graft import read_on
+from kvgraft import cache as caches
 from kvgraft.handoff.memory import MemoryBudget, token_bytes
 from kvgraft.handoff.state import GenerationState
+from kvgraft.models.forward import read_on
 
 __all__ = ["Repair"]
 

@@ -16,11 +16,11 @@ from kvgraft.errors import ArgumentError, HandoffError
 from kvgraft.handoff.generation import Generation
 from kvgraft.handoff.memory import MemoryBudget, cache_bytes, plan_memory, token_bytes
 from kvgraft.handoff.policy import Observation, Policy, Rung
-from kvgraft.handoff.slot import ModelSlot, ModelSource
 from kvgraft.handoff.state import GenerationState, LogitsProcessor, Sampler, Span, cut
 from kvgraft.handoff.switch import SwitchReport, switch
-from kvgraft.mapper import Mapper
-from kvgraft.models import ModelIdentity
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.handle import ModelSlot, ModelSource
+from kvgraft.models.loading import ModelIdentity
 
 __all__ = ["Session", "Turn"]
 
@@ -313,7 +313,7 @@ class Session:
         if tokenizer is None:
             raise ArgumentError(
                 f"{name} came without a tokenizer, and a chat needs one. Give a folder, a "
-                "repository, or what kvgraft.models.load_model returns."
+                "repository, or what kvgraft.models.loading.load_model returns."
             )
         if self._chat_template and getattr(tokenizer, "chat_template", None):
             text = tokenizer.apply_chat_template(
@@ -427,7 +427,7 @@ class Session:
 
     def _unpark(self, name: str, tokens: Sequence[int]) -> tuple[list[Any], list[Span]] | None:
         """The cache that a model left behind, as far as it is of this conversation."""
-        from kvgraft import caches
+        from kvgraft import cache as caches
 
         parked = self._parked.pop(name, None)
         if parked is None:

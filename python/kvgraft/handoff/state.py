@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from kvgraft import caches
+from kvgraft import cache as caches
 from kvgraft.errors import CacheError
-from kvgraft.handoff.slot import ModelSlot, ModelSource
+from kvgraft.models.handle import ModelSlot, ModelSource
 
 if TYPE_CHECKING:
     from kvgraft.handoff.repair import Repair

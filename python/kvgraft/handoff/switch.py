@@ -14,13 +14,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvgraft import artifact, caches
+from kvgraft import cache as caches
+from kvgraft.cache.map import graft_cache
 from kvgraft.errors import GeometryError, HandoffError, KvgraftError, MemoryBudgetError
-from kvgraft.handoff.graft import graft_cache, read_on
 from kvgraft.handoff.memory import MemoryBudget, MemoryPlan, cache_bytes, plan_memory
-from kvgraft.handoff.slot import ModelSlot, ModelSource
 from kvgraft.handoff.state import GenerationState, Span, cut, end_of_worn, join, spans_of
-from kvgraft.mapper import Mapper
+from kvgraft.mapper import artifact
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.forward import read_on
+from kvgraft.models.handle import ModelSlot, ModelSource
 
 __all__ = ["Handoff", "SwitchReport", "switch"]
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvgraft import artifact
 from kvgraft.errors import FormatError, TokenizerMismatchError
-from kvgraft.mapper import Mapper
-from kvgraft.models import ModelIdentity
-from kvgraft.naming import named
+from kvgraft.mapper import artifact
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.loading import ModelIdentity
+from kvgraft.option_names import named
 
 __all__ = ["DO_NOT_SHIP", "Route", "RouteTable", "load_routes", "same_model"]
 

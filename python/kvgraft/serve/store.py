@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 from mlx_lm.models import cache as mlx_cache
 
-from kvgraft import caches
-from kvgraft.geometry import ModelGeometry
-from kvgraft.handoff import graft_cache, prefill
-from kvgraft.models import ModelIdentity, identify, resolve_model
-from kvgraft.probe import read_geometry
+from kvgraft import cache as caches
+from kvgraft.cache.map import graft_cache
+from kvgraft.models.forward import prefill
+from kvgraft.models.geometry import ModelGeometry
+from kvgraft.models.loading import ModelIdentity, identify, resolve_model
+from kvgraft.models.probe import read_geometry
 from kvgraft.serve.origin import Origin, origin_of
 from kvgraft.serve.routes import Route, RouteTable
 

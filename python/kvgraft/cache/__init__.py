@@ -1,0 +1,36 @@
+"""mlx-lm's cache objects, read and built; with :mod:`kvgraft.kinds` all that touches them.
+
+Caches are read and built by attributes (``keys``, ``values``, ``offset``),
+never through ``.state``: its meaning changed between mlx-lm 0.31 and 0.32.
+
+Arrays that mlx-lm writes to (``cache.keys[..., a:b, :] = x``) change the Python
+object in place, so two caches holding one object write into each other. What is
+read here is a new object over the same memory, and what is built never holds an
+object of the caller's.
+"""
+
+from kvgraft.cache.build import build_cache, check_mappable, check_quantizable, compact, place
+from kvgraft.cache.length import n_tokens, quantization, size_limit, trim
+from kvgraft.cache.provenance import Provenance, is_mapped, mark, provenance_of
+from kvgraft.cache.read import read_cache
+from kvgraft.cache.snapshot import Bound, CacheSnapshot, QuantizedRows
+
+__all__ = [
+    "Bound",
+    "CacheSnapshot",
+    "Provenance",
+    "QuantizedRows",
+    "build_cache",
+    "check_mappable",
+    "check_quantizable",
+    "is_mapped",
+    "compact",
+    "mark",
+    "n_tokens",
+    "place",
+    "provenance_of",
+    "quantization",
+    "read_cache",
+    "size_limit",
+    "trim",
+]

@@ -1,0 +1,296 @@
+"""From arrays to mlx-lm's cache objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kvgraft import _ext
+from kvgraft.cache.provenance import Provenance, mark
+from kvgraft.cache.read import inner_caches, read_entry
+from kvgraft.cache.snapshot import Bound, QuantizedRows
+from kvgraft.errors import CacheError, GeometryError
+from kvgraft.models.geometry import LayerGeometry, ModelGeometry
+from kvgraft.models.token_ranges import Held
+from kvgraft.ops.reference import saturate
+from kvgraft.option_names import named
+
+__all__ = ["build_cache", "check_mappable", "check_quantizable", "compact", "place"]
+
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+_GROUP_SIZES = (32, 64, 128)
+_BITS = (2, 3, 4, 5, 6, 8)
+
+
+def build_cache(
+    target: Any,
+    layers: Iterable[tuple[mx.array, mx.array]],
+    *,
+    dtype: mx.Dtype | None = None,
+    provenance: Provenance | None = None,
+    held: Sequence[Held] | None = None,
+    bound: Bound | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+) -> list[Any]:
+    """Make the cache that a model would hold after reading ``N`` tokens.
+
+    The arrays are cast to the dtype that the model writes, since a buffer in
+    another one is either cast silently or grows into the wider of the two, and
+    evaluated, since a lazy array made in one thread fails in another.
+
+    Args:
+        target: The model that will read on, or its geometry. A model is probed
+            (see :func:`kvgraft.models.probe.read_geometry`); pass the geometry when it
+            is at hand.
+        layers: ``(keys, values)`` per cache, ``[B, H, N, D]`` or ``[H, N, D]``,
+            keys with RoPE at positions ``0 … N-1``. A generator is consumed
+            layer by layer, so that each can be dropped once it is stored; a
+            list is checked as a whole before any work.
+        dtype: dtype to store; default that of the geometry. Values beyond its
+            range are clamped to its largest.
+        provenance: Mark the result as mapped.
+        held: Per cache, the tokens whose rows are given, where these are not
+            all tokens of the text. A sliding layer needs the last ``window``.
+        bound: Make a cache of limited size, as ``max_kv_size`` does; models
+            with sliding layers have no such limit.
+        kv_bits: Quantise with so many bits, as ``--kv-bits`` does.
+        kv_group_size: Numbers that share a scale when quantised.
+
+    Returns:
+        One cache per layer, ready for ``generate_step(..., prompt_cache=...)``
+        with at least one token left: ``KVCache``, or ``RotatingKVCache`` for a
+        sliding layer or with ``bound``, or ``QuantizedKVCache`` with ``kv_bits``.
+
+    Raises:
+        GeometryError: If the arrays don't fit the target, or it cannot be
+            quantised so.
+        CacheError: If there are no tokens, tokens are missing that a layer
+            needs, or a value is NaN or infinite.
+    """
+    if isinstance(target, ModelGeometry):
+        geometry = target
+    else:
+        from kvgraft.models.probe import read_geometry
+
+        geometry = read_geometry(target)
+    store = geometry.mx_dtype if dtype is None else dtype
+    if store not in _FLOATS:
+        raise GeometryError(f"A cache cannot be stored as {store}; use a float dtype.")
+    if kv_bits is not None:
+        check_quantizable(geometry, kv_bits, kv_group_size, bound)
+    if held is not None:
+        _check_count(geometry, len(held))
+    if isinstance(layers, (list, tuple)):
+        first: mx.array | None = None
+        for layer, (k, v) in enumerate(layers):
+            checked, _ = _check_layer(geometry, layer, k, v, first, held)
+            first = checked if first is None else first
+        _check_count(geometry, len(layers))
+
+    caches: list[Any] = []
+    first = None
+    for layer, (k, v) in enumerate(layers):
+        k, v = _check_layer(geometry, layer, k, v, first, held)
+        first = k if first is None else first
+        given = Held.all(k.shape[2]) if held is None else held[layer]
+        wanted = place(geometry.layers[layer], given.stop, bound)
+        if not given.covers(wanted):
+            raise CacheError(
+                f"Cache {layer} of {geometry.model_type} needs tokens {wanted}, and tokens "
+                f"{given} are given."
+            )
+        k, v = given.take(wanted, k), given.take(wanted, v)
+        if not (_ext.all_finite(k) and _ext.all_finite(v)):
+            raise CacheError(
+                f"Layer {layer} holds NaN or infinite values. One of them would spoil every "
+                "later token; re-prefill."
+            )
+        k, v = _own(k, store), _own(v, store)
+        mx.eval(k, v)
+        made = _new_cache(k, v, given.stop, geometry.layers[layer], bound)
+        if kv_bits is not None:
+            made = made.to_quantized(group_size=kv_group_size, bits=kv_bits)
+            mx.eval(made.keys, made.values)
+        caches.append(made)
+    _check_count(geometry, len(caches))
+    if provenance is not None:
+        mark(caches, provenance)
+    return caches
+
+
+def place(layer: LayerGeometry, n_tokens: int, bound: Bound | None = None) -> Held:
+    """Which of the first ``n_tokens`` tokens a layer's cache has to hold.
+
+    All of them, the last ``window`` of a sliding layer, or what ``bound`` leaves.
+    """
+    if layer.window is not None:
+        return Held.last(n_tokens, layer.window)
+    if bound is not None:
+        return Held.last(n_tokens, bound.max_size, bound.keep)
+    return Held.all(n_tokens)
+
+
+def check_mappable(geometry: ModelGeometry, role: str) -> None:
+    """Raise :class:`GeometryError` if a model has layers that see a part of the text only.
+
+    Such layers are handed over, but a fit does not choose or tune by loss on them.
+
+    Args:
+        geometry: The model's geometry.
+        role: ``"source"`` or ``"target"``, for the message.
+    """
+    for layer, entry in enumerate(geometry.layers):
+        if entry.window is not None:
+            raise GeometryError(
+                f"The {role} {geometry.model_type} attends through a sliding window of "
+                f"{entry.window} tokens in cache {layer}, which forgets the tokens before it."
+            )
+
+
+def check_quantizable(
+    geometry: ModelGeometry, bits: int, group_size: int, bound: Bound | None = None
+) -> None:
+    """Refuse a quantised cache that mlx-lm could not make or go on with.
+
+    Raises:
+        GeometryError: With the group sizes that would do.
+    """
+    if bits not in _BITS:
+        raise GeometryError(f"{named('kv_bits')} is one of {_BITS}, not {bits}.")
+    if bound is not None or any(layer.window is not None for layer in geometry.layers):
+        raise GeometryError(
+            "mlx-lm has no quantised cache for sliding layers or with max_kv_size. Leave out "
+            f"{named('kv_bits')}."
+        )
+    dims = sorted({d for layer in geometry.layers for d in (layer.key_dim, layer.value_dim)})
+    fitting = [g for g in _GROUP_SIZES if all(d % g == 0 for d in dims)]
+    if group_size not in fitting:
+        use = f"use {' or '.join(map(str, fitting))}"
+        if not fitting:
+            use = f"leave out {named('kv_bits')}"
+        raise GeometryError(
+            f"{named('kv_group_size')} {group_size} does not divide {geometry.model_type}'s "
+            f"head_dim of {', '.join(map(str, dims))}, or is none of {_GROUP_SIZES}; {use}."
+        )
+
+
+def _check_layer(
+    geometry: ModelGeometry,
+    layer: int,
+    k: mx.array,
+    v: mx.array,
+    first: mx.array | None,
+    held: Sequence[Held] | None,
+) -> tuple[mx.array, mx.array]:
+    """Check one layer's arrays against the target and the first layer; add a batch axis."""
+    if layer >= len(geometry.layers):
+        _check_count(geometry, layer + 1)
+    k, v = _batched(k, layer, "keys"), _batched(v, layer, "values")
+    batch, n = (k if first is None else first).shape[0], (k if first is None else first).shape[2]
+    if held is not None:
+        n = len(held[layer])
+        if held[layer].stop != held[0].stop:
+            raise CacheError(
+                f"Layer {layer} ends with token {held[layer].stop}, layer 0 with {held[0].stop}."
+            )
+    shape = geometry.layers[layer]
+    for name, x, dim in (("keys", k, shape.key_dim), ("values", v, shape.value_dim)):
+        expected = (batch, shape.n_kv_heads, n, dim)
+        if tuple(x.shape) != expected:
+            raise GeometryError(
+                f"Layer {layer}: {name} have shape {tuple(x.shape)}, expected {expected}."
+            )
+        if x.dtype not in _FLOATS:
+            raise GeometryError(f"Layer {layer}: {name} are {x.dtype}, not floats.")
+    if n == 0:
+        raise CacheError("There are no tokens to build a cache from.")
+    return k, v
+
+
+def _check_count(geometry: ModelGeometry, n: int) -> None:
+    if n != len(geometry.layers):
+        raise GeometryError(
+            f"{geometry.model_type} has {len(geometry.layers)} caches, got arrays for {n}."
+        )
+
+
+def _new_cache(
+    k: mx.array, v: mx.array, offset: int, layer: LayerGeometry, bound: Bound | None
+) -> Any:
+    from mlx_lm.models import cache as mlx_lm_cache
+
+    kinds: Any = mlx_lm_cache
+    if layer.window is not None:
+        made = kinds.RotatingKVCache(max_size=layer.window)
+    elif bound is not None:
+        made = kinds.RotatingKVCache(max_size=bound.max_size, keep=bound.keep)
+    else:
+        made = kinds.KVCache()
+    made.keys, made.values, made.offset = k, v, offset
+    if hasattr(made, "_idx"):
+        made._idx = int(k.shape[2])  # in order, the newest last
+    return made
+
+
+def _batched(x: mx.array, layer: int, name: str) -> mx.array:
+    if not isinstance(x, mx.array) or x.ndim not in (3, 4):
+        shape = tuple(x.shape) if isinstance(x, mx.array) else type(x).__name__
+        raise GeometryError(
+            f"Layer {layer}: {name} must be [B, H, N, D] or [H, N, D] arrays, got {shape}."
+        )
+    return x if x.ndim == 4 else x[None]
+
+
+def _own(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """An array object of our own, without the rows of a larger buffer behind it."""
+    return mx.contiguous(saturate(x, dtype)[...])
+
+
+def compact(cache: Sequence[Any]) -> list[Any]:
+    """Copies of cache objects that hold the rows in use and nothing else.
+
+    What was trimmed away, padding and what has left a window are gone. The
+    originals are not changed.
+
+    Args:
+        cache: The cache of one conversation.
+
+    Raises:
+        CacheError: If it is empty or not what its counters say.
+        UnsupportedCacheError: If it is of a kind that isn't read, or a batch.
+    """
+    if not isinstance(cache, (list, tuple)):
+        raise CacheError(f"Expected a list of caches, got {type(cache).__name__}.")
+    return [_compact(entry, str(layer)) for layer, entry in enumerate(cache)]
+
+
+def _compact(entry: Any, name: str) -> Any:
+    from mlx_lm.models import cache as mlx_lm_cache
+
+    kinds: Any = mlx_lm_cache
+    inner = inner_caches(entry)
+    if inner is not None:
+        return kinds.CacheList(*(_compact(c, f"{name}.{i}") for i, c in enumerate(inner)))
+    rows = read_entry(entry, name)
+    if isinstance(rows.keys, QuantizedRows) and isinstance(rows.values, QuantizedRows):
+        made = kinds.QuantizedKVCache(group_size=rows.keys.group_size, bits=rows.keys.bits)
+        made.keys, made.values = (
+            tuple(mx.contiguous(part) for part in (x.packed, x.scales, x.biases))
+            for x in (rows.keys, rows.values)
+        )
+        made.offset = rows.held.stop
+        return made
+    k, v = rows.pair()
+    if type(entry).__name__ == "RotatingKVCache":
+        part = Held.last(rows.held.stop, entry.max_size, entry.keep)
+        if rows.held.covers(part):
+            k, v = rows.held.take(part, k), rows.held.take(part, v)
+        made = kinds.RotatingKVCache(max_size=entry.max_size, keep=entry.keep)
+        made._idx = int(k.shape[2])
+    else:
+        made = kinds.KVCache()
+    made.keys, made.values, made.offset = mx.contiguous(k), mx.contiguous(v), rows.held.stop
+    return made

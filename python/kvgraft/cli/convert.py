@@ -1,0 +1,88 @@
+"""``kvgraft convert``: other weights, or another program's format."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvgraft.mapper.mapper import Mapper
+    from kvgraft.ops.quantized import Weight
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "convert", help="rewrite a mapper with other weights, or in VeloxQuant-MLX's format"
+    )
+    parser.add_argument("mapper", help="artifact to read: kvgraft's or VeloxQuant-MLX's")
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument(
+        "--to", choices=["kvgraft", "veloxquant"], default="kvgraft", help="(default: kvgraft)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=["float32", "float16", "bfloat16", "8bit", "4bit"],
+        help="store weights so; only for kvgraft's format (default: as they are)",
+    )
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, convert, write."""
+    from kvgraft.errors import FormatError
+    from kvgraft.mapper import artifact, veloxquant
+
+    mapper = artifact.load(args.mapper)
+    if Path(args.out).resolve() == Path(args.mapper).resolve():
+        raise FormatError(
+            f"{args.out} would replace the mapper that it is made from. Choose another."
+        )
+    if args.to == "veloxquant":
+        if args.weights is not None:
+            raise FormatError("--weights goes with kvgraft's own format; leave it out.")
+        out = veloxquant.export_veloxquant(mapper, args.out)
+    else:
+        if args.weights in ("8bit", "4bit"):
+            mapper.quality = {}  # that of other weights
+        out = artifact.save(mapper, args.out, weights=args.weights)
+    print(f"Wrote {out}")
+    if args.to == "kvgraft" and args.weights in ("8bit", "4bit"):
+        for line in _loss(artifact.load(args.mapper), artifact.load(out), args.weights):
+            print(line)
+    return 0
+
+
+def _loss(before: Mapper, after: Mapper, weights: str) -> list[str]:
+    """What is known, and what isn't, about the rounding of the weights."""
+    from kvgraft.ops.quantized import relative_change
+
+    lines = []
+    for kind in ("keys", "values"):
+        changes = {
+            m.target_layer: relative_change(
+                _weight(before, m.target_layer, kind), _weight(after, m.target_layer, kind)
+            )
+            for m in before.layers
+        }
+        worst = max(changes, key=lambda layer: changes[layer])
+        mean = sum(changes.values()) / len(changes)
+        lines.append(
+            f"  {weights} changes the {kind}' weights by {100 * mean:.2g} % on average, at most "
+            f"{100 * changes[worst]:.2g} % (layer {worst})"
+        )
+    lines.append(
+        "  What that does to the target was not measured: scores in the artifact are those of the "
+        "weights before, and their verdict is left out. Evaluate the new one with `kvgraft eval`."
+    )
+    return lines
+
+
+def _weight(mapper: Mapper, layer: int, kind: str) -> Weight:
+    loaded = mapper.read_layer(layer)  # one layer in memory at a time
+    weight = (loaded.keys if kind == "keys" else loaded.values).weight
+    assert weight is not None
+    return weight

@@ -1,0 +1,241 @@
+"""``kvgraft demo``: see a conversation move from one model to another."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvgraft.errors import FitError, KvgraftError
+
+if TYPE_CHECKING:
+    from kvgraft.demo.run import Answer, Demo, Timing
+    from kvgraft.evaluate.nll import ArmResult
+    from kvgraft.mapper.mapper import Mapper
+    from kvgraft.models.loading import LoadedModel
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="move a conversation between two models and measure what it costs",
+        description=(
+            "Without arguments: offline, with a small trained pair that ships with the package. "
+            "With --source and --target: with models of your own."
+        ),
+    )
+    parser.add_argument("--source", "--model", help="model that reads (folder or repository)")
+    parser.add_argument("--target", help="model that goes on")
+    parser.add_argument(
+        "--mapper", help="mapper artifact; without one, a quick one is fitted on bundled text"
+    )
+    parser.add_argument("--text", type=Path, help="text to hand over (default: a bundled one)")
+    parser.add_argument("--question", help="what to ask afterwards")
+    parser.add_argument(
+        "--prefix", type=int, default=512, help="tokens before the scored part (default: 512)"
+    )
+    parser.add_argument(
+        "--scored", type=int, default=128, help="tokens scored per document (default: 128)"
+    )
+    parser.add_argument(
+        "--documents", type=int, help="documents scored (default: 8, own models: 4)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=32, help="tokens of each reply (default: 32)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float16", "bfloat16"],
+        help="run the models in this dtype (default: float32 without a GPU, as stored with one)",
+    )
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, hand over, ask, measure, print."""
+    own = args.source is not None or args.target is not None
+    if own and (args.source is None or args.target is None):
+        raise FitError("Give both --source and --target, or neither for the bundled pair.")
+    if args.mapper is not None and not own:
+        raise FitError("--mapper goes with --source and --target.")
+
+    source, target = _load_pair(args, own)
+    mapper = _load_mapper(args, own, source, target)
+    from kvgraft.demo.run import Demo
+
+    demo = Demo(source, target, mapper)
+    _print_pair(source, target, mapper)
+    conversation = _conversation(args, own)
+    context = list(source.tokenizer.encode(conversation.context))
+    timing = demo.time_switch(context, repeats=1 if own else 3)
+    _print_timing(timing)
+    print("\nGoing on from there (greedy)")
+    answers = []
+    for question, expected in conversation.questions:
+        tokens = list(source.tokenizer.encode(question, add_special_tokens=False))
+        answers.append(demo.ask(context, tokens, question, expected, args.max_tokens))
+        _print_answer(answers[-1])
+    _print_right(answers)
+    _score(args, demo, own)
+    return 0
+
+
+def _load_pair(args: argparse.Namespace, own: bool) -> tuple[LoadedModel, LoadedModel]:
+    import mlx.core as mx
+
+    from kvgraft.demo.data import bundled
+    from kvgraft.models.loading import check_tokenizers, load_model
+
+    names = (args.source, args.target) if own else ("models/large", "models/small")
+    loaded = []
+    for name in names:
+        model = load_model(name if own else bundled(name))
+        # MLX's CPU back end multiplies float16 matrices one element at a time.
+        dtype = args.dtype or ("float32" if mx.default_device() == mx.Device(mx.cpu) else None)
+        if dtype is not None:
+            model.model.set_dtype(getattr(mx, dtype))
+        loaded.append(model)
+    check_tokenizers(loaded[0].tokenizer, loaded[1].tokenizer)
+    return loaded[0], loaded[1]
+
+
+def _load_mapper(
+    args: argparse.Namespace, own: bool, source: LoadedModel, target: LoadedModel
+) -> Mapper:
+    from kvgraft.demo.data import bundled
+    from kvgraft.mapper.artifact import check_pair
+    from kvgraft.mapper.mapper import Mapper
+
+    if own and args.mapper is None:
+        return _quick_fit(source, target)
+    mapper = Mapper.load(args.mapper if own else bundled("mapper"))
+    check_pair(mapper, source_model=source.identity(), target_model=target.identity())
+    return mapper
+
+
+def _quick_fit(source: LoadedModel, target: LoadedModel) -> Mapper:
+    from kvgraft.demo.data import bundled
+    from kvgraft.fit import FitConfig, TextSource, fit_mapper
+    from kvgraft.progress import bar
+
+    print(
+        "No --mapper given: fitting a quick one (24 sequences of 512 tokens). `kvgraft fit` with "
+        "your own text makes a better one.",
+        flush=True,
+    )
+    config = FitConfig(sequences=24, seq_len=512, stride=1, k=4)
+    text = [TextSource(bundled("text/calibration_novels.txt"))]
+    with bar("fitting", "sequence") as progress:
+        return fit_mapper(source, target, text, config, progress=progress)
+
+
+def _conversation(args: argparse.Namespace, own: bool) -> Any:
+    from kvgraft.demo.data import Conversation, documents
+
+    if args.text is not None:
+        try:
+            context = args.text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise KvgraftError(f"Cannot read {args.text}: {error}") from error
+        return Conversation(context, ((args.question or "\n", None),))
+    if own:
+        context = documents("heldout_novels")[0][:6000]
+        return Conversation(context, ((args.question or "", None),))
+    bundled = Conversation.bundled()
+    if args.question is None:
+        return bundled
+    return Conversation(bundled.context, ((args.question, None),))
+
+
+def _print_pair(source: LoadedModel, target: LoadedModel, mapper: Mapper) -> None:
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    for role, loaded, geometry in (
+        ("source", source, mapper.source),
+        ("target", target, mapper.target),
+    ):
+        leaves: Any = tree_flatten(loaded.model.parameters())  # type: ignore[no-untyped-call]
+        size = sum(p.size for _, p in leaves)
+        layer = geometry.layers[0]
+        print(
+            f"{role}  {Path(loaded.name).name}: {size / 1e6:.1f} M parameters, "
+            f"{len(geometry.layers)} layers, {layer.n_kv_heads} KV heads x {layer.key_dim}"
+        )
+    facts = ", ".join(f"{k} {mapper.fit[k]}" for k in ("plan", "k", "rows") if k in mapper.fit)
+    print(f"mapper  {mapper.n_parameters / 1e6:.2f} M parameters ({facts or 'unknown fit'})")
+    level = mapper.quality.get("verdict")
+    print(f"verdict {level if level else 'never evaluated (kvgraft eval)'}")
+    print(f"device  {mx.default_device()}", flush=True)
+
+
+def _print_timing(timing: Timing) -> None:
+    print(f"\nHanding over {timing.n_tokens} tokens")
+    print(f"  the source read them in            {timing.source_prefill:8.3f} s")
+    print(f"  its cache is mapped in             {timing.mapping:8.3f} s")
+    print(
+        f"  reading them again would take      {timing.target_prefill:8.3f} s"
+        f"   ({timing.ratio:.1f} x the mapping)",
+        flush=True,
+    )
+
+
+def _print_answer(answer: Answer) -> None:
+    print(
+        f"\n  {answer.question.strip()!r}"
+        + (f"   (right: {answer.expected})" if answer.expected else "")
+    )
+    for name, reply in answer.replies.items():
+        # The next line would be the model asking itself another question.
+        line = reply.strip().split("\n")[0]
+        print(f"    {name:22s} {line}", flush=True)
+
+
+def _print_right(answers: list[Answer]) -> None:
+    """How many answers were right, by arm; nothing where no answer is known."""
+    known = [answer for answer in answers if answer.expected]
+    if not known:
+        return
+    counts = {name: sum(answer.right(name) for answer in known) for name in known[0].replies}
+    print(f"\nRight answers of {len(known)}")
+    for name, count in counts.items():
+        print(f"  {name:22s} {count}")
+
+
+def _score(args: argparse.Namespace, demo: Demo, own: bool) -> None:
+    from kvgraft.demo.data import documents, windows
+    from kvgraft.demo.run import verdict
+    from kvgraft.progress import bar
+
+    count = args.documents or (4 if own else 8)
+    length = args.prefix + args.scored
+    parts = ["heldout_novels"] if own else ["heldout_stories", "heldout_novels"]
+    chosen = []
+    for part in parts:
+        chosen += windows(
+            documents(part), demo.source.tokenizer, length, max(1, count // len(parts))
+        )
+    print(
+        f"\nHeld-out text: loss of {args.scored} tokens after {args.prefix}, "
+        f"{len(chosen)} documents, nats per token"
+    )
+    with bar("scoring", "document") as progress:
+        arms = demo.score(chosen, args.prefix, progress)
+    _print_arms(arms)
+    print()
+    for line in verdict(arms):
+        print(line)
+
+
+def _print_arms(arms: dict[str, ArmResult]) -> None:
+    from kvgraft.demo.run import MAPPED, NATIVE
+
+    for name, arm in arms.items():
+        extra = ""
+        if name == MAPPED:
+            gap, error = arm.gap(arms[NATIVE])
+            extra = f"   {gap:+.3f} ± {error:.3f} against its own"
+        print(f"  {name:22s} {arm.nll:6.3f}   perplexity {arm.perplexity:8.2f}{extra}")

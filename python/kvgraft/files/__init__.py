@@ -1,0 +1,1 @@
+"""Files: safetensors, atomic writes, and what a file is."""

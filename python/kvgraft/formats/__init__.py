@@ -1,1 +1,0 @@
-"""Files: what kvgraft reads and writes, one module per format."""

@@ -1,1 +1,0 @@
-"""The kinds of cache that mlx-lm has; :mod:`kvgraft.caches` is the way in."""

@@ -1,0 +1,1 @@
+"""Mappers: in memory, on disk, and applied to arrays."""

@@ -1,0 +1,598 @@
+"""Map a source cache into the target's layout, layer by layer.
+
+The names and shapes are those of VeloxQuant-MLX (``load_mapper``,
+``transfer_layer``, ``transfer_cache``) and of the molt mappers (``apply``):
+arrays in, arrays out. :mod:`kvgraft.cache` reads and builds mlx-lm's cache
+objects.
+
+NaN and infinity in the source are refused where the arrays are evaluated anyway,
+layer by layer (a mapper that is read from its file, and ``unload_after``), and on
+request by ``check_finite``. Elsewhere these functions are lazy, as MLX's own are,
+and looking would evaluate the arrays. There a NaN comes out as NaN, and an infinite
+value as the largest value of a half-precision ``dtype``.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import reprlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvgraft import _ext
+from kvgraft.errors import ArgumentError, CacheError, GeometryError, UnsupportedCacheError
+from kvgraft.mapper import artifact
+from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper, SourceKV, require_mapper
+from kvgraft.mapper.quality import warn_if_doubtful
+from kvgraft.models.rope import RopeSpec, RopeTable
+from kvgraft.models.token_ranges import Held
+from kvgraft.ops.fused import map_layer
+
+__all__ = [
+    "apply",
+    "iter_transfer",
+    "load_mapper",
+    "transfer_cache",
+    "transfer_layer",
+]
+
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+_TABLE_BLOCK = 1024  # positions
+_LAST_POSITION = 2**31 - 1
+
+
+def load_mapper(path: str | os.PathLike[str]) -> Mapper:
+    """Open an artifact; see :func:`kvgraft.mapper.artifact.load`.
+
+    Warns, once per artifact, with a :class:`kvgraft.errors.QualityWarning` if it
+    was never evaluated or its evaluation does not recommend it without reserve.
+    """
+    mapper = artifact.load(path)
+    warn_if_doubtful(mapper.quality, mapper.describe(), os.path.realpath(path))
+    return mapper
+
+
+def transfer_layer(
+    mapper: Mapper,
+    target_layer: int,
+    source_kv: SourceKV,
+    positions: mx.array | Sequence[int] | None = None,
+    *,
+    dtype: mx.Dtype | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Produce one target layer's keys and values.
+
+    Args:
+        mapper: The mapper. Its weights are read if they are not in memory, and
+            stay there.
+        target_layer: Index in the target's cache list.
+        source_kv: ``{source layer: (keys, values)}``, each ``[n_kv_heads, N,
+            head_dim]`` or ``[B, n_kv_heads, N, head_dim]``, keys as they lie in
+            the cache (post-RoPE). Layers that the mapper doesn't read may be
+            absent.
+        positions: ``[N]`` or ``[B, N]`` absolute positions; default ``0 … N-1``.
+        dtype: dtype of the result; default that of the source.
+
+    Returns:
+        ``(keys, values)`` in the target's heads and head_dim, keys carrying the
+        target's RoPE at the same positions. Lazy.
+
+    Raises:
+        GeometryError: If layers are missing, or shapes, dtypes or positions
+            don't fit the mapper.
+    """
+    _check_kinds(mapper, source_kv)
+    _check_dtype(dtype)
+    m = mapper.layer(target_layer)
+    frame = _frame(mapper, [m], source_kv, positions)
+    return _map(
+        mapper, mapper.read_layer(target_layer, keep=True), _pairs(source_kv, m), frame, dtype
+    )
+
+
+def transfer_cache(
+    source_kv: SourceKV,
+    mapper: Mapper,
+    positions: mx.array | Sequence[int] | None = None,
+    unload_after: bool = True,
+    *,
+    dtype: mx.Dtype | None = None,
+    check_finite: bool | None = None,
+) -> dict[int, tuple[mx.array, mx.array]]:
+    """Produce every target layer's keys and values.
+
+    Args:
+        source_kv: See :func:`transfer_layer`.
+        mapper: The mapper for this pair of models.
+        positions: ``[N]`` or ``[B, N]`` absolute positions; default ``0 … N-1``.
+        unload_after: Hold one layer's weights at a time: read, map, evaluate,
+            drop. Meanwhile the operating system reads the next layer's from disk
+            into its page cache. With ``False`` the weights stay for the next cache, and the
+            result is lazy. A mapper that is only in memory keeps its weights,
+            since nothing could bring them back, and is mapped lazily.
+        dtype: dtype of the result; default that of the source.
+        check_finite: Refuse NaN and infinity in the source, which evaluates it.
+            Default: where layers are evaluated one at a time anyway.
+
+    Returns:
+        ``{target_layer: (keys, values)}``. Never shares memory with the source.
+
+    Raises:
+        ArgumentError: If an argument is of another kind, such as a path for the
+            mapper or NumPy arrays.
+        GeometryError: If layers are missing, or shapes, dtypes or positions
+            don't fit the mapper; before any work.
+        CacheError: If NaN or infinity was looked for and found.
+    """
+    _check_mapper(mapper)
+    if check_finite is None:
+        check_finite = unload_after and mapper.store is not None
+    mapped = iter_transfer(
+        source_kv, mapper, positions, unload_after, dtype=dtype, check_finite=check_finite
+    )
+    return {target_layer: (keys, values) for target_layer, keys, values in mapped}
+
+
+def iter_transfer(
+    source_kv: SourceKV,
+    mapper: Mapper,
+    positions: mx.array | Sequence[int] | None = None,
+    unload_after: bool = True,
+    *,
+    dtype: mx.Dtype | None = None,
+    consume: bool = False,
+    held: Mapping[int, Held] | None = None,
+    wanted: Mapping[int, Held] | None = None,
+    check_finite: bool = False,
+) -> Iterator[tuple[int, mx.array, mx.array]]:
+    """Like :func:`transfer_cache`, one target layer at a time.
+
+    Where layers hold different tokens (sliding windows), ``held`` and ``wanted``
+    say which; ``N`` differs from layer to layer then.
+
+    Args:
+        source_kv: See :func:`transfer_layer`.
+        mapper: The mapper for this pair of models.
+        positions: See :func:`transfer_cache`. Not with ``held``.
+        unload_after: See :func:`transfer_cache`.
+        dtype: See :func:`transfer_cache`.
+        consume: Remove each source layer from ``source_kv``, which must be
+            mutable, as soon as no later target layer reads it. The result is
+            evaluated then, so that its memory can be given back.
+        held: Per source layer, the tokens whose rows it has.
+        wanted: Per target layer, the tokens to produce; default, all that each
+            of its source layers has.
+        check_finite: Look at each source layer when it is first used, which
+            evaluates it.
+
+    Yields:
+        ``(target_layer, keys, values)``, target layers ascending.
+
+    Raises:
+        GeometryError: Before any work; see :func:`transfer_cache`.
+        CacheError: Before any work, if a source layer lacks tokens that are
+            wanted; on the way, if ``check_finite`` finds NaN or infinity.
+    """
+    _check_kinds(mapper, source_kv)
+    _check_dtype(dtype)
+    if consume and not isinstance(source_kv, MutableMapping):
+        raise GeometryError("iter_transfer: consume needs a dict, to remove layers from.")
+    frames: dict[int, _Frame]
+    if held is None and wanted is None:
+        frame = _frame(mapper, mapper.layers, source_kv, positions)
+        frames = {m.target_layer: frame for m in mapper.layers}
+    elif held is None or positions is not None:
+        raise ArgumentError("iter_transfer: `wanted` goes with `held`, and neither with positions.")
+    else:
+        frames = _frames(mapper, source_kv, held, wanted or {})
+    return _iterate(source_kv, mapper, frames, unload_after, dtype, consume, check_finite)
+
+
+def apply(
+    mapper: Mapper,
+    src_pairs: Sequence[tuple[mx.array, mx.array]],
+    offset: int = 0,
+    *,
+    dtype: mx.Dtype | None = None,
+) -> list[tuple[mx.array, mx.array]]:
+    """Map a whole cache given as one ``(keys, values)`` pair per source layer.
+
+    Args:
+        mapper: A mapper that produces every layer of its target.
+        src_pairs: One pair per source layer, in order; keys post-RoPE.
+        offset: Position of the first token, in the source and in the target.
+        dtype: dtype of the result; default that of the source.
+
+    Returns:
+        One ``(keys, values)`` pair per target layer, in order.
+
+    Raises:
+        GeometryError: If the number of pairs is not the source's number of
+            layers, the mapper leaves out target layers, or as for
+            :func:`transfer_cache`.
+    """
+    _check_mapper(mapper)
+    if isinstance(src_pairs, (str, bytes, Mapping)) or not isinstance(src_pairs, Sequence):
+        raise ArgumentError(
+            "apply takes a list of (keys, values), one pair per source layer, not a "
+            f"{type(src_pairs).__name__}."
+        )
+    if len(src_pairs) != len(mapper.source.layers):
+        raise GeometryError(
+            f"{len(src_pairs)} pairs of keys and values given, the source has "
+            f"{len(mapper.source.layers)} layers. Give one pair for each, in order."
+        )
+    absent = set(range(len(mapper.target.layers))) - {m.target_layer for m in mapper.layers}
+    if absent:
+        raise GeometryError(
+            f"This mapper doesn't produce target layers {sorted(absent)}. Use transfer_cache, "
+            "which names the layers it gives."
+        )
+    try:
+        offset = operator.index(offset)
+    except TypeError as error:
+        raise ArgumentError(f"The offset is a number of tokens, not {offset!r}.") from error
+    if offset < 0:
+        raise GeometryError(f"The offset must not be negative, got {offset}.")
+    if offset > _LAST_POSITION:
+        raise GeometryError(f"The offset must not be beyond {_LAST_POSITION:,}, got {offset}.")
+    source_kv = dict(enumerate(src_pairs))
+    for s in mapper.source_layers:
+        _check_pair(s, source_kv[s])
+    shape = source_kv[mapper.source_layers[0]][0].shape
+    n_tokens = int(shape[-2]) if len(shape) > 1 else 0
+    positions = mx.arange(offset, offset + n_tokens, dtype=mx.int32)
+    return list(transfer_cache(source_kv, mapper, positions, dtype=dtype).values())
+
+
+@dataclass
+class _Frame:
+    """Positions of some rows, and the RoPE tables made for them so far.
+
+    Tables depend on positions and spec alone, and most layers of a model share
+    one spec: two tables serve a whole transfer.
+
+    Attributes:
+        positions: Where the rows are.
+        cut: Per source layer, what it holds and what of it is used; none where
+            all rows are.
+    """
+
+    positions: mx.array
+    tables: dict[tuple[RopeSpec, bool], RopeTable | None] = field(default_factory=dict)
+    cut: Mapping[int, tuple[Held, Held]] = field(default_factory=dict)
+
+    def table(self, spec: RopeSpec, *, inverse: bool = False) -> RopeTable | None:
+        key = (spec, inverse)
+        if key not in self.tables:
+            other = self.tables.get((spec, not inverse))
+            if other is not None and spec.magnitude == 1.0:
+                # Models of one family often share the rotation. The sines differ in
+                # sign, whichever table came first.
+                sin = -other.sin
+                mx.eval(sin)
+                self.tables[key] = RopeTable(other.cos, sin, other.traditional)
+            else:
+                self.tables[key] = _make_table(spec, self.positions, inverse)
+        return self.tables[key]
+
+    def take(self, s: int, x: mx.array) -> mx.array:
+        """The rows of source layer ``s`` that are at these positions."""
+        if s not in self.cut:
+            return x
+        has, part = self.cut[s]
+        return has.take(part, x)
+
+
+def _make_table(spec: RopeSpec, positions: mx.array, inverse: bool) -> RopeTable | None:
+    """An evaluated table, a block at a time: the way to a table takes several times its memory."""
+    n = positions.shape[-1]
+    if n <= _TABLE_BLOCK:
+        table = spec.table(positions, inverse=inverse)
+        if table is not None:
+            mx.eval(table.cos, table.sin)
+        return table
+    shape = (*positions.shape, spec.dims // 2)
+    cos, sin = mx.zeros(shape), mx.zeros(shape)
+    for first in range(0, n, _TABLE_BLOCK):
+        at = slice(first, first + _TABLE_BLOCK)
+        block = spec.table(positions[..., at], inverse=inverse)
+        if block is None:
+            return None
+        cos[..., at, :], sin[..., at, :] = block.cos, block.sin
+        mx.eval(cos, sin)  # writes into the buffers that are there
+    return RopeTable(cos, sin, spec.traditional)
+
+
+_Pairs = dict[int, tuple[mx.array, mx.array]]
+
+
+def _iterate(
+    source_kv: SourceKV,
+    mapper: Mapper,
+    frames: dict[int, _Frame],
+    unload_after: bool,
+    dtype: mx.Dtype | None,
+    consume: bool,
+    check_finite: bool,
+) -> Iterator[tuple[int, mx.array, mx.array]]:
+    drop = unload_after and mapper.store is not None
+    layers = sorted(mapper.layers, key=lambda m: m.target_layer)
+    last = {s: i for i, m in enumerate(layers) for s in _sources(m)}
+    checked: set[int] = set()
+    for i, described in enumerate(layers):
+        target_layer = described.target_layer
+        pairs = _pairs(source_kv, described)
+        if check_finite:
+            _check_finite({s: pair for s, pair in pairs.items() if s not in checked})
+            checked |= set(pairs)
+        m = mapper.read_layer(target_layer, keep=not drop)
+        keys, values = _map(mapper, m, pairs, frames[target_layer], dtype)
+        if drop and i + 1 < len(layers) and mapper.store is not None:
+            # Disk and processor at work at the same time; the next layer waits in
+            # the page cache, so that still only one is in memory.
+            mx.async_eval(keys, values)  # type: ignore[no-untyped-call]
+            if not layers[i + 1].is_loaded:
+                mapper.store.read_ahead(layers[i + 1])
+        if drop or consume:
+            # Unevaluated results would keep weights and sources alive.
+            mx.eval(keys, values)
+        del m, pairs
+        if drop:
+            described.unload()
+        if consume and isinstance(source_kv, MutableMapping):
+            for s in [s for s, at in last.items() if at == i]:
+                del source_kv[s]
+        yield target_layer, keys, values
+
+
+def _sources(m: LayerMap) -> set[int]:
+    return {*m.keys.sources, *m.values.sources}
+
+
+def _pairs(source_kv: SourceKV, m: LayerMap) -> _Pairs:
+    # Each once: a mapping may make its arrays when it is asked for them.
+    return {s: source_kv[s] for s in sorted(_sources(m))}
+
+
+def _map(
+    mapper: Mapper,
+    m: LayerMap,
+    pairs: _Pairs,
+    frame: _Frame,
+    dtype: mx.Dtype | None,
+) -> tuple[mx.array, mx.array]:
+    if dtype is None:
+        dtype = pairs[m.keys.sources[0]][0].dtype
+    strip, rotate = None, None
+    if mapper.content_space:
+        ropes = [mapper.source.layers[s].rope for s in m.keys.sources]
+        strip = [frame.table(rope, inverse=True) for rope in ropes]
+        rotate = frame.table(mapper.target.layers[m.target_layer].rope)
+
+    def one(part: LinearMap, index: int, **tables: object) -> mx.array:
+        assert part.weight is not None
+        sources = [frame.take(s, pairs[s][index]) for s in part.sources]
+        return map_layer(
+            sources,
+            part.weight,
+            part.bias,
+            heads=part.heads,
+            dtype=dtype,
+            **tables,  # type: ignore[arg-type]
+        )
+
+    return one(m.keys, 0, strip=strip, rotate=rotate), one(m.values, 1)
+
+
+# -------------------------------------------------------------------- checks
+
+
+def _check_kinds(mapper: Any, source_kv: Any) -> None:
+    """Say what is wrong when the arguments are swapped or of another kind."""
+    _check_mapper(mapper)
+    if isinstance(source_kv, Mapping):
+        return
+    if isinstance(source_kv, (list, tuple)) and source_kv and hasattr(source_kv[0], "offset"):
+        raise UnsupportedCacheError(
+            "This is a list of mlx-lm's cache objects, and arrays are expected. Use "
+            "kvgraft.handoff.graft_cache, or give kvgraft.cache.read_cache(cache).source_kv()."
+        )
+    raise ArgumentError(
+        "The source is given as {layer: (keys, values)}, not as a "
+        f"{type(source_kv).__name__}. For a list of pairs use kvgraft.mapper.transfer.apply."
+    )
+
+
+def _check_mapper(mapper: Any) -> None:
+    require_mapper(
+        mapper,
+        " The order is transfer_layer(mapper, target_layer, source_kv) and "
+        "transfer_cache(source_kv, mapper).",
+    )
+
+
+def _check_pair(s: int, pair: Any) -> None:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise GeometryError(f"Source layer {s} is no pair of keys and values.")
+    for name, x in zip(("Keys", "Values"), pair):
+        if not isinstance(x, mx.array):
+            made = " Make one with mx.array(...)." if hasattr(x, "shape") else ""
+            raise ArgumentError(
+                f"{name} of source layer {s} must be an MLX array, not a {type(x).__name__}.{made}"
+            )
+
+
+def _check_finite(pairs: _Pairs) -> None:
+    bad = [s for s, pair in pairs.items() if not all(_ext.all_finite(x) for x in pair)]
+    if bad:
+        raise CacheError(
+            f"Source layer{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} of the cache: NaN or "
+            "infinite values. The source model's dtype may have overflowed; load it as bfloat16, "
+            "or re-prefill."
+        )
+
+
+def _frame(
+    mapper: Mapper,
+    layers: Sequence[LayerMap],
+    source_kv: SourceKV,
+    positions: mx.array | Sequence[int] | None,
+) -> _Frame:
+    """Check everything that can be checked before any work, and fix the positions."""
+    needed, lead = _check_sources(mapper, layers, source_kv, None)
+    where = _positions(positions, lead[-1], lead[:-1])
+    if mapper.content_space:
+        _check_reach(mapper, layers, needed, where)
+    return _Frame(where)
+
+
+def _frames(
+    mapper: Mapper, source_kv: SourceKV, held: Mapping[int, Held], wanted: Mapping[int, Held]
+) -> dict[int, _Frame]:
+    """Like :func:`_frame`, where layers hold different tokens: one per target layer."""
+    needed, _ = _check_sources(mapper, mapper.layers, source_kv, held)
+    shared: dict[Held, dict[tuple[RopeSpec, bool], RopeTable | None]] = {}
+    frames = {}
+    for m in mapper.layers:
+        sources = sorted(_sources(m))
+        common = held[sources[0]]
+        for s in sources[1:]:
+            common = common & held[s]
+        part = wanted.get(m.target_layer, common)
+        for s in sources:
+            if not held[s].covers(part):
+                raise CacheError(
+                    f"Target layer {m.target_layer} is made for tokens {part} from source layers "
+                    f"{sources}, and source layer {s} holds only tokens {held[s]} any more. "
+                    "Re-prefill, or hand over before the window has passed."
+                )
+        if not len(part):
+            raise CacheError(
+                f"The source layers {sources} of target layer {m.target_layer} have no tokens in "
+                "common; re-prefill."
+            )
+        cut = {s: (held[s], part) for s in sources if held[s] != part}
+        frames[m.target_layer] = _Frame(part.positions, shared.setdefault(part, {}), cut)
+    if mapper.content_space:
+        _check_reach(mapper, mapper.layers, needed, mx.array([h.stop - 1 for h in held.values()]))
+    return frames
+
+
+def _check_sources(
+    mapper: Mapper,
+    layers: Sequence[LayerMap],
+    source_kv: SourceKV,
+    held: Mapping[int, Held] | None,
+) -> tuple[list[int], tuple[int, ...]]:
+    """The source layers that are needed, and ``(batch, tokens)`` or ``(tokens,)`` of the first."""
+    needed = sorted({s for m in layers for s in _sources(m)})
+    if not needed:
+        raise GeometryError("This mapper produces no layers.")
+    missing = [s for s in needed if s not in source_kv]
+    if missing:
+        raise GeometryError(
+            f"The cache lacks source layers {missing}; the mapper reads layers {needed}."
+        )
+    unknown = [] if held is None else [s for s in needed if s not in held]
+    if unknown:
+        raise ArgumentError(f"`held` does not say which tokens source layers {unknown} hold.")
+    lead: tuple[int, ...] = ()
+    for s in needed:
+        pair = source_kv[s]
+        _check_pair(s, pair)
+        keys = pair[0]
+        if not lead:
+            if keys.ndim not in (3, 4):
+                raise GeometryError(
+                    f"Keys of source layer {s} have shape {tuple(keys.shape)}; expected "
+                    "[n_kv_heads, N, head_dim] or [B, n_kv_heads, N, head_dim]."
+                )
+            lead = (*keys.shape[:-3], int(keys.shape[-2]))
+        _check_layer(mapper, s, pair, lead if held is None else (*lead[:-1], len(held[s])))
+    if lead[-1] == 0:
+        raise GeometryError(
+            "The source cache holds no tokens, so there is nothing to transfer. Prefill the "
+            "source first, or start the target from an empty cache."
+        )
+    return needed, lead
+
+
+def _check_layer(
+    mapper: Mapper, s: int, pair: tuple[mx.array, mx.array], lead: tuple[int, ...]
+) -> None:
+    geometry = mapper.source.layers[s]
+    *batch, n_tokens = lead
+    for name, array, dim in zip(
+        ("Keys", "Values"), pair, (geometry.key_dim, geometry.value_dim), strict=True
+    ):
+        want = (*batch, geometry.n_kv_heads, n_tokens, dim)
+        if tuple(array.shape) != want:
+            raise GeometryError(
+                f"{name} of source layer {s} have shape {tuple(array.shape)}; this mapper and the "
+                f"other layers ask for {want}."
+            )
+        if array.dtype not in _FLOATS:
+            raise GeometryError(
+                f"{name} of source layer {s} are {array.dtype}; a cache of floats is needed. "
+                "Dequantise a quantised cache first."
+            )
+
+
+def _positions(
+    given: mx.array | Sequence[int] | None, n_tokens: int, batch: tuple[int, ...]
+) -> mx.array:
+    if given is None:
+        return mx.arange(n_tokens, dtype=mx.int32)
+    positions = given if isinstance(given, mx.array) else _array(given)
+    shape = tuple(positions.shape)
+    if shape != (n_tokens,) and not (batch and shape == (*batch, n_tokens)):
+        raise GeometryError(
+            f"positions has shape {shape}, but the cache holds {n_tokens} tokens"
+            + (f" in each of {batch[0]} rows." if batch else ".")
+        )
+    whole = positions.astype(mx.int32)
+    if (
+        positions.dtype == mx.bool_
+        or not mx.array_equal(whole.astype(positions.dtype), positions)
+        or bool((whole < 0).any().item())
+    ):
+        raise GeometryError(f"positions must be whole numbers from 0 to {_LAST_POSITION:,}.")
+    return whole
+
+
+def _array(given: Sequence[int]) -> mx.array:
+    try:
+        # By NumPy, which finds a dtype that holds them all.
+        found = np.asarray(given if hasattr(given, "shape") else list(given))
+        if found.dtype.kind not in "biuf":
+            raise TypeError(found.dtype)
+        return mx.array(found)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"positions must be whole numbers, [N] or [B, N], not {reprlib.repr(given)}."
+        ) from error
+
+
+def _check_dtype(dtype: Any) -> None:
+    if dtype is not None and dtype not in _FLOATS:
+        raise ArgumentError(
+            f"The result's dtype is mx.float32, mx.float16 or mx.bfloat16, not {dtype!r}."
+        )
+
+
+def _check_reach(
+    mapper: Mapper, layers: Sequence[LayerMap], needed: Sequence[int], positions: mx.array
+) -> None:
+    specs = {mapper.source.layers[s].rope for s in needed}
+    specs |= {mapper.target.layers[m.target_layer].rope for m in layers}
+    limited = [spec for spec in specs if spec.max_position is not None]
+    if limited:
+        last = int(mx.max(positions).item())  # type: ignore[arg-type]  # of an integer array
+        for spec in limited:
+            spec.check_positions(last)

@@ -1,0 +1,1 @@
+"""What a model is, and running one."""

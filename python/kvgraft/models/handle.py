@@ -1,0 +1,186 @@
+"""A model that may or may not be in memory, and what is known about it either way."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from kvgraft.errors import ModelNotFoundError
+from kvgraft.models.geometry import ModelGeometry
+from kvgraft.models.loading import LoadedModel, ModelIdentity, load_model
+from kvgraft.models.probe import read_geometry
+
+__all__ = ["ModelSlot", "ModelSource"]
+
+ModelSource = str | os.PathLike[str] | LoadedModel | Module | Callable[[], LoadedModel | Module]
+"""A folder or repository, a live model, or a function that makes one."""
+
+
+class ModelSlot:
+    """One model of a hand-over: loaded when used, released when told to.
+
+    Geometry, identity, tokenizer and size stay known after the weights are gone,
+    so a cache can be mapped without them.
+
+    Args:
+        source: Where the model comes from. A live model can be released but not
+            loaded again.
+        dtype: Run the model in this dtype; default as stored. Only for models
+            that the slot loads itself.
+        name: What to call it; default its repository or folder.
+        nbytes: Bytes of its weights, where they can't be known before loading.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        *,
+        dtype: mx.Dtype | None = None,
+        name: str | None = None,
+        nbytes: int | None = None,
+    ) -> None:
+        self._load: Callable[[], LoadedModel | Module] | None = None
+        self._model: Module | None = None
+        self._geometry: ModelGeometry | None = None
+        self._bytes = nbytes
+        self._dtype = dtype
+        self._path: str | None = None
+        self.identity: ModelIdentity | None = None
+        """Which model it is, once that is known; ``None`` for a bare model."""
+        self.tokenizer: Any = None
+        """mlx-lm's tokenizer, once the model was loaded; ``None`` for a bare model."""
+        self.name = name or ""
+        if isinstance(source, (str, os.PathLike)):
+            path = os.fspath(source)
+            self._path = path
+            self._load = lambda: load_model(path, lazy=True)
+            self.name = name or (Path(path).resolve().name if Path(path).is_dir() else path)
+        elif isinstance(source, (LoadedModel, Module)):
+            self._take(source)
+        else:
+            self._load = source
+            self.name = name or str(getattr(source, "__name__", "model"))
+
+    @classmethod
+    def of(cls, source: ModelSource | ModelSlot) -> ModelSlot:
+        """``source`` itself if it is a slot, else a slot for it."""
+        return source if isinstance(source, ModelSlot) else cls(source)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are in memory."""
+        return self._model is not None
+
+    @property
+    def can_load(self) -> bool:
+        """Whether the model can be had (again) once it is released."""
+        return self._load is not None
+
+    @property
+    def model(self) -> Module:
+        """The live model; loaded if it is not there.
+
+        Raises:
+            ModelNotFoundError: If it was released and nothing says how to load it.
+            UnsupportedModelError: If it cannot be loaded.
+        """
+        if self._model is None:
+            if self._load is None:
+                raise ModelNotFoundError(
+                    f"The model {self.name or 'given'} was released and cannot be loaded again: "
+                    "give its folder, its repository or a function that loads it."
+                )
+            self._take(self._load())
+        assert self._model is not None
+        return self._model
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The geometry of its cache; read from the live model the first time."""
+        if self._geometry is None:
+            self._geometry = read_geometry(self.model)
+        return self._geometry
+
+    @property
+    def known_geometry(self) -> ModelGeometry | None:
+        """The geometry, if that needs no loading."""
+        return self.geometry if self.is_loaded else self._geometry
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the weights: as loaded, else as stored; ``None`` if unknown."""
+        if self._bytes is None and self._path is not None:
+            return stored_bytes(self._path, self._dtype)
+        return self._bytes
+
+    def unload(self) -> bool:
+        """Drop the model and give its memory back to the system.
+
+        Returns:
+            Whether the model is gone. ``False`` if something else still refers
+            to it, so that its weights stay in memory.
+        """
+        if self._model is None:
+            return True
+        gone = weakref.ref(self._model)
+        self._model = None
+        if gone() is not None:
+            gc.collect()
+        mx.clear_cache()
+        if (alive := gone()) is not None and self._load is None:
+            # Whoever holds it can go on with it, and so can we.
+            self._model = alive
+        return alive is None
+
+    def _take(self, made: LoadedModel | Module) -> None:
+        if isinstance(made, LoadedModel):
+            self._model, self.tokenizer = made.model, made.tokenizer
+            self.name = self.name or made.name
+            if self.identity is None:
+                self.identity = made.identity()
+        else:
+            self._model = made
+            self.name = self.name or str(getattr(made, "model_type", type(made).__name__))
+        if self._dtype is not None:
+            self._model.set_dtype(self._dtype)
+        leaves: Any = tree_flatten(cast(Any, self._model).parameters())
+        for _, array in leaves:
+            # One at a time: a cast holds the array in both dtypes.
+            mx.eval(array)
+        self._bytes = model_bytes(self._model)
+
+
+def model_bytes(model: Any) -> int:
+    """Bytes of a model's parameters, shared ones once."""
+    leaves: Any = tree_flatten(model.parameters())
+    return sum({id(p): int(p.nbytes) for _, p in leaves}.values())
+
+
+def stored_bytes(path: str | os.PathLike[str], dtype: mx.Dtype | None = None) -> int | None:
+    """Bytes that a model will take once loaded, from its files' headers.
+
+    Args:
+        path: The model's folder.
+        dtype: dtype that it will be cast to; default as stored.
+
+    Returns:
+        Bytes, or ``None`` if the folder isn't here.
+    """
+    files = sorted(Path(path).expanduser().glob("model*.safetensors"))
+    if not files:
+        return None
+    total = 0
+    for file in files:
+        weights: Any = mx.load(str(file))  # lazy: shapes and dtypes only
+        for p in weights.values():
+            cast = dtype is not None and mx.issubdtype(p.dtype, mx.floating)
+            total += p.size * (dtype.size if cast and dtype is not None else p.dtype.size)
+    return total

@@ -1,0 +1,1 @@
+"""The fused operation, its reference and its checks."""

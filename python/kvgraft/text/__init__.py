@@ -1,0 +1,1 @@
+"""Calibration and held-out text."""

@@ -1,0 +1,77 @@
+"""``kvgraft generate`` on the bundled pair."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from kvgraft.cli.main import main
+from kvgraft.demo.data import bundled
+
+LARGE, SMALL = str(bundled("models/large")), str(bundled("models/small"))
+MAPPER = str(bundled("mapper"))
+PROMPT = "The bottle belongs to Frank. Martha likes oysters best. What does Martha like best?"
+PAIR = ["generate", "--from", LARGE, "--to", SMALL, "-m", "8"]
+
+
+def test_it_streams_text_and_reports_the_switch(capsys):
+    assert main([*PAIR, "--mapper", MAPPER, "--switch-after", "3", "--prompt", PROMPT]) == 0
+    out, err = capsys.readouterr()
+    assert "oysters" in out and "[" not in out
+    assert "large -> small" in err and "mapped, the last 1 read by the target" in err
+
+
+def test_the_first_model_may_only_read(capsys):
+    assert main([*PAIR, "--mapper", MAPPER, "--switch-after", "0", "--prompt", PROMPT]) == 0
+    assert "mapped, the last 1" in capsys.readouterr().err
+
+
+def test_head_tail_repair_sampling_and_stdin(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    options = ["--head", "2", "--tail", "3", "--repair", "--seed", "1", "--temp", "0.5"]
+    command = [*PAIR, "--mapper", MAPPER, "--switch-after", "2", "--prompt", "-", *options]
+    assert main(command) == 0
+    err = capsys.readouterr().err
+    assert "after a native head of 2, the last 3 read" in err
+    assert "0 mapped]" in err  # repaired
+
+
+def test_without_a_mapper_the_text_is_read_again(capsys):
+    assert main([*PAIR, "--switch-after", "2", "--prompt", PROMPT]) == 0
+    assert "all read again: there is no mapper for this pair" in capsys.readouterr().err
+
+
+def test_a_limit_that_nothing_fits_keeps_the_first_model(capsys):
+    command = [*PAIR, "--mapper", MAPPER, "--switch-after", "2", "--memory-limit", "0.0001"]
+    assert main([*command, "--prompt", PROMPT]) == 0
+    out, err = capsys.readouterr()
+    assert "oysters" in out
+    assert "stayed with large: small does not fit" in err and "no switch" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--switch-after", "-1"], "--switch-after"),
+        (["--repair", "1"], "--repair"),
+        (["--max-tokens", "0"], "--max-tokens"),
+        (["--seed", "-1"], "--seed"),
+        (["--seed", str(1 << 64)], "--seed"),
+        (["--temp", "-1"], "--temp"),
+        (["--temp", "nan"], "--temp"),
+        (["--top-p", "3"], "--top-p"),
+        (["--top-p", "nan"], "--top-p"),
+        (["--min-p", "-0.5"], "--min-p"),
+        (["--top-k", "-1"], "--top-k"),
+        (["--top-k", "999999"], "--top-k"),
+        (["--repetition-penalty", "0"], "--repetition-penalty"),
+        (["--repetition-penalty", "nan"], "--repetition-penalty"),
+        (["--mapper", "nowhere"], "nowhere"),
+        (["--to", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_options_are_refused_before_any_model_is_loaded(options, what, capsys):
+    assert main([*PAIR, "--prompt", PROMPT, *options]) == 1
+    assert what in capsys.readouterr().err

@@ -1,0 +1,157 @@
+"""Memory of a hand-over: counting, limits that the system enforces, and the policy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mappers
+import mlx.core as mx
+import pytest
+import zoo
+from mlx.utils import tree_flatten
+
+from kvgraft.errors import MemoryBudgetError
+from kvgraft.handoff import MemoryBudget, plan_memory
+from kvgraft.handoff.memory import cache_bytes, mapper_bytes, token_bytes
+from kvgraft.handoff.policy import Observation, Rung, memory_policy
+from kvgraft.mapper import artifact
+from kvgraft.models.forward import prefill
+from kvgraft.models.handle import ModelSlot, model_bytes, stored_bytes
+from kvgraft.models.probe import read_geometry
+
+HERE = Path(__file__).parents[1] / "helpers"
+
+# ----------------------------------------------------------------------------- counting
+
+
+def test_a_model_is_counted_as_its_parameters():
+    model = zoo.make("qwen3")
+    sizes = [p.nbytes for _, p in tree_flatten(model.parameters())]
+    assert model_bytes(model) == sum(sizes) > 0
+
+
+def test_stored_size_is_that_of_the_loaded_model(tmp_path):
+    model = zoo.make("qwen3", dtype=mx.float16)
+    model.save_weights(str(tmp_path / "model.safetensors"))
+    assert stored_bytes(tmp_path) == model_bytes(model)
+    model.set_dtype(mx.float32)
+    assert stored_bytes(tmp_path, mx.float32) == model_bytes(model)
+    assert stored_bytes(tmp_path / "absent") is None
+
+
+def test_a_cache_is_counted_with_its_padding():
+    model = zoo.make("qwen3")
+    cache = prefill(model, list(range(10)))
+    assert cache_bytes(cache) == 256 * token_bytes(read_geometry(model))
+    quantised = [entry.to_quantized(group_size=32, bits=8) for entry in cache]
+    assert 0 < cache_bytes(quantised) < cache_bytes(cache) / 2
+    assert cache_bytes(None) == 0
+
+
+def test_only_mapper_weights_in_memory_count(tmp_path):
+    mapper = mappers.mapper()
+    parts = [p for m in mapper.layers for p in (m.keys, m.values)]
+    assert mapper_bytes(mapper) == sum(p.weight.nbytes + p.bias.nbytes for p in parts)
+    loaded = artifact.load(artifact.save(mapper, tmp_path / "m"))
+    assert mapper_bytes(loaded) == 0
+    loaded.load_layer(0)
+    assert 0 < mapper_bytes(loaded) < mapper_bytes(mapper)
+
+
+def test_the_plan_holds_one_model_at_a_time():
+    mapper = mappers.mapper()
+    sizes = dict(source_weights=10**9, source_cache=10**6, target_weights=10**9, n_tokens=100)
+    plan = plan_memory(**sizes, target=mapper.target, mapper=mapper)
+    assert 10**9 < plan.peak < 1.1 * 10**9
+    assert plan.stages[-1].nbytes == 10**9 + 100 * token_bytes(mapper.target)
+    both = plan_memory(**sizes, target=mapper.target, mapper=mapper, keep_source=True)
+    assert both.peak > 2 * 10**9
+    assert "target loaded" in both.describe()
+
+
+def test_the_budget_gives_unused_buffers_back_before_it_complains():
+    held = [50]
+    budget = MemoryBudget(100, reserve=20, observe=lambda: held[0])
+    budget.check("resting")
+    held[0] = 101
+    with pytest.raises(MemoryBudgetError, match="while mapping"):
+        budget.check("mapping")
+    assert budget.usable == 80
+
+
+def test_a_slot_knows_its_size_before_it_is_loaded(tmp_path):
+    model = zoo.make("qwen3")
+    model.save_weights(str(tmp_path / "model.safetensors"))
+    assert ModelSlot(tmp_path).nbytes == model_bytes(model)
+    assert ModelSlot(lambda: model, nbytes=7).nbytes == 7
+    assert ModelSlot(lambda: model).nbytes is None
+
+
+# ----------------------------------------------------------------------- a limit that bites
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS does not enforce RLIMIT_AS")
+def test_a_switch_finishes_where_both_models_would_not_fit(tmp_path):
+    """The system limits the process to what it holds with one model, and half a model more."""
+
+    def run(mode: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(HERE / "hard_limit.py"), str(tmp_path), mode]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert run("prepare").returncode == 0
+    finished = run("switch")
+    assert finished.returncode == 0, finished.stderr
+    got = json.loads(finished.stdout)
+    assert got["reason"] is None and got["mapped"] > 100 and got["tokens"] == 6
+    assert got["model"] < got["peak"] < got["limit"] < 2 * got["model"]
+    assert abs(got["planned"] - got["peak"]) < 0.05 * got["peak"]
+    failed = run("both")  # the limit is real: the same, with both in memory, fails
+    assert failed.returncode != 0 and "HandoffError" in failed.stderr
+
+
+# ------------------------------------------------------------------------------- policy
+
+RUNGS = (Rung("large", 800, 820), Rung("medium", 500, 900), Rung("small", 200, 600))
+
+
+def seen(used: int, current: str = "medium", *, calm: int = 0, since: int = 100, **more):
+    return Observation(
+        used, 1000, current, RUNGS, [0.9] + [used / 1000] * calm, since, more.get("switched", True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("observation", "want"),
+    [
+        (seen(700), None),
+        (seen(850), "small"),
+        (seen(900, "large"), "medium"),
+        (seen(900, "small"), None),
+        (seen(900, since=3), None),  # cooling down
+        (seen(960, since=3), "small"),  # but this is critical
+        (seen(900, since=3, switched=False), "small"),  # nothing to cool down from
+        (seen(500, calm=23), None),
+        (seen(500, calm=24), "large"),
+        (seen(560, calm=24), None),
+        (seen(300, "small", calm=24), "large"),
+        (seen(500, calm=24, since=7), None),
+        (seen(500, "large", calm=24), None),
+    ],
+)
+def test_the_usual_policy(observation, want):
+    assert memory_policy()(observation) == want
+
+
+def test_it_goes_to_the_smallest_where_nothing_fits_and_up_only_where_it_fits():
+    tight = (Rung("large", 800, 1001), Rung("medium", 990, 900), Rung("small", 900, 900))
+    decide = memory_policy()
+    assert decide(Observation(990, 1000, "large", tight, [0.99], 50)) == "small"
+    assert decide(Observation(100, 1000, "small", tight, [0.1] * 30, 50)) is None
+
+
+def test_thresholds_must_be_in_order():
+    with pytest.raises(ValueError, match="rise"):
+        memory_policy(down_at=0.5, up_at=0.6)
