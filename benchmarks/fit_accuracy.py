@@ -22,7 +22,7 @@ import numpy as np
 
 from kvgraft.demo.data import bundled
 from kvgraft.fit import Moments, MomentSet, read_text
-from kvgraft.fit.capture import Stripper, capture, row_positions
+from kvgraft.fit.capture import FeatureExtractor, capture, row_positions
 from kvgraft.fit.moments import Columns, LayerRows
 from kvgraft.fit.ridge import solve_ridge
 from kvgraft.models.geometry import ModelGeometry
@@ -38,7 +38,7 @@ def captured(model: LoadedModel, tokens: np.ndarray) -> tuple[ModelGeometry, Lay
         model.model.set_dtype(mx.float32)
     geometry = read_geometry(model.model)
     positions = row_positions(tokens.shape[1], 1)
-    strip = Stripper(geometry, positions, "model")
+    strip = FeatureExtractor(geometry, positions, "model")
     found = [strip(capture(model.model, row, positions)) for row in tokens]
     sides = [
         [

@@ -47,8 +47,8 @@ from kvgraft.fit import (
     score_layers,
     solve_mapper,
 )
-from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
-from kvgraft.fit.checkpoint import WorkFolder
+from kvgraft.fit.capture import CachedRows, FeatureExtractor, capture, row_positions
+from kvgraft.fit.checkpoint import FitCheckpoint
 from kvgraft.fit.moments import common_heads
 from kvgraft.fit.search import Documents, read_documents, score, with_own
 from kvgraft.fit.token_weights import row_weights
@@ -143,7 +143,7 @@ class Reading:
             that the target has as a mapped cache.
     """
 
-    folder: WorkFolder
+    folder: FitCheckpoint
     paths: tuple[str, str]
     text: CalibrationText
     documents: NDArray[np.int32]
@@ -297,7 +297,8 @@ class Pair:
     ) -> Iterator[tuple[LayerRows, LayerRows, dict[str, NDArray[np.float64]] | None]]:
         reading, skip = self.reading, config.skip
         strips = [
-            Stripper(reading.geometry(side), reading.positions, SIDES[side]) for side in self.sides
+            FeatureExtractor(reading.geometry(side), reading.positions, SIDES[side])
+            for side in self.sides
         ]
         for i in np.flatnonzero(reading.text.heldout == heldout):
             rows = [reading.rows(f"text_{SIDES[side]}", int(i)) for side in self.sides]
@@ -439,7 +440,7 @@ def read_all(args: argparse.Namespace, folder: Path) -> Reading:
         "n_passes": 1,
     }
     reading = Reading(
-        WorkFolder(folder, identity), (args.source, args.target), text, documents, args.prefix
+        FitCheckpoint(folder, identity), (args.source, args.target), text, documents, args.prefix
     )
     for side in (0, 1):
         reading.capture(side)

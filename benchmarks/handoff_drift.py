@@ -1,4 +1,4 @@
-"""Drift: what is left of a conversation after many hand-overs back and forth.
+"""Drift: what is left of a conversation after many hand-offs back and forth.
 
     python -m benchmarks.handoff_drift [--hops N] [--documents N] [--up FOLDER] [--json FILE]
 
@@ -6,8 +6,8 @@ The bundled pair reads held-out documents. The large model reads the beginning;
 then the conversation goes to the other model again and again, and each reads
 (and is scored on) the next stretch. The same documents under four rules:
 
-    read again   the target reads everything at each hand-over
-    no limit     everything is mapped at each hand-over (max_mapped=None)
+    read again   the target reads everything at each hand-off
+    no limit     everything is mapped at each hand-off (max_mapped=None)
     limit 1      rows that were mapped once are read again (max_mapped=1, the default)
     kept caches  limit 1, and each model's own cache waits for it to come back
 
@@ -27,7 +27,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from kvgraft.models.forward import continuation_nll, prefill
 
 from kvgraft.cache import n_tokens, trim
 from kvgraft.demo.data import bundled, documents, windows
@@ -35,7 +34,8 @@ from kvgraft.fit import FitConfig, TextSource, fit_mapper
 from kvgraft.handoff import GenerationState, switch
 from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
-from kvgraft.models.handle import ModelSlot
+from kvgraft.models.forward import continuation_nll, prefill
+from kvgraft.models.handle import ModelHandle
 from kvgraft.models.loading import LoadedModel, load_model
 
 RULES: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ NAMES = ("large", "small")
 
 def conversation(
     rule: str,
-    slots: Sequence[ModelSlot],
+    handles: Sequence[ModelHandle],
     maps: Sequence[Mapper],
     tokens: Sequence[int],
     *,
@@ -57,9 +57,9 @@ def conversation(
     stretch: int,
     hops: int,
 ) -> dict[str, list[float]]:
-    """One document: per hand-over the loss after it, seconds, tokens read, wear."""
+    """One document: per hand-off the loss after it, seconds, tokens read, wear."""
     state = GenerationState.of(
-        slots[0], tokens[:prefix], prefill(slots[0].model, tokens[: prefix - 1])
+        handles[0], tokens[:prefix], prefill(handles[0].model, tokens[: prefix - 1])
     )
     parked: dict[int, tuple[list[Any], list[Any]]] = {}
     out: dict[str, list[float]] = {"nll": [], "seconds": [], "read": [], "worst": []}
@@ -69,7 +69,7 @@ def conversation(
         start = time.perf_counter()
         done = switch(
             state,
-            slots[there],
+            handles[there],
             None if rule == "read again" else maps[here],
             keep_source=True,
             own_cache=None if kept is None else kept[0],
@@ -84,12 +84,12 @@ def conversation(
         assert state.cache is not None
         report = done.report
         out["worst"].append(max(span.mapped for span in state.spans))
-        losses = continuation_nll(slots[there].model, state.cache, tokens[n - 1 : n + stretch])
+        losses = continuation_nll(handles[there].model, state.cache, tokens[n - 1 : n + stretch])
         out["nll"].append(float(np.mean(losses)))
         out["seconds"].append(seconds)
         out["read"].append(report.head - report.reused + report.tail)
         state = GenerationState(
-            slots[there], list(tokens[: n + stretch]), state.cache, spans=state.spans
+            handles[there], list(tokens[: n + stretch]), state.cache, spans=state.spans
         )
         held = n_tokens(state.cache)
         assert held in (n + stretch - 1, n + stretch)
@@ -124,7 +124,7 @@ def main() -> None:
         model.model.set_dtype(mx.float32)
     up = upward(loaded[1], loaded[0], args.up)
     maps = (Mapper.load(bundled("mapper")), up)
-    slots = [ModelSlot(model) for model in loaded]
+    handles = [ModelHandle(model) for model in loaded]
     length = args.prefix + args.hops * args.stretch + 1
     chosen = [
         window
@@ -135,12 +135,12 @@ def main() -> None:
     ]
     sizes = dict(prefix=args.prefix, stretch=args.stretch, hops=args.hops)
     runs = {
-        rule: [conversation(rule, slots, maps, tokens, **sizes) for tokens in chosen]
+        rule: [conversation(rule, handles, maps, tokens, **sizes) for tokens in chosen]
         for rule in RULES
     }
     native = np.array([run["nll"] for run in runs["read again"]])
     print(f"{len(chosen)} documents of {length} tokens, {mx.default_device()}, float32")
-    print("rule         | hand-over          " + "".join(f"{i + 1:>9d}" for i in range(args.hops)))
+    print("rule         | hand-off          " + "".join(f"{i + 1:>9d}" for i in range(args.hops)))
     for rule, found in runs.items():
         arrays = {key: np.array([run[key] for run in found]) for key in found[0]}
         gap = arrays["nll"] - native

@@ -5,10 +5,10 @@ of the family can go on from, without reading the conversation again (Heo et al.
 arXiv:2608.03893)::
 
     import kvgraft
-    from kvgraft.handoff import graft_cache
+    from kvgraft.handoff import map_cache
 
     mapper = kvgraft.load_mapper("large-to-small")
-    cache = graft_cache(source_cache, mapper, target_model)  # mlx-lm caches
+    cache = map_cache(source_cache, mapper, target_model)  # mlx-lm caches
 """
 
 from importlib.metadata import version

@@ -19,7 +19,7 @@ __all__ = [
     "GeometryError",
     "HandoffError",
     "KvgraftError",
-    "MemoryBudgetError",
+    "MemoryLimitError",
     "MapperNotFoundError",
     "ModelNotFoundError",
     "PairMismatchError",
@@ -107,10 +107,10 @@ class FitError(KvgraftError, ValueError):
 
 
 class HandoffError(KvgraftError, RuntimeError):
-    """A hand-over that could not be made; the conversation is where it was."""
+    """A hand-off that could not be made; the conversation is where it was."""
 
 
-class MemoryBudgetError(HandoffError, MemoryError):
+class MemoryLimitError(HandoffError, MemoryError):
     """Work that does not fit the memory limit given for it."""
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvgraft.demo.data import bundled
 from kvgraft.fit import FitConfig, Moments, MomentSet, TextSource, read_text
-from kvgraft.fit.capture import Stripper, capture, row_positions
+from kvgraft.fit.capture import FeatureExtractor, capture, row_positions
 from kvgraft.fit.search import read_documents
 from kvgraft.fit.solve import heldout_scores, mean_scores
 from kvgraft.fit.tune import tune
@@ -32,7 +32,7 @@ def rescore(mapper: Mapper, models: list[Any], tokens: np.ndarray) -> None:
     """Held-out R² of the tuned maps, over all rows of ``tokens``."""
     geometries = [read_geometry(m) for m in models]
     positions = row_positions(tokens.shape[1], 1)
-    strips = [Stripper(g, positions, w) for g, w in zip(geometries, ("source", "target"))]
+    strips = [FeatureExtractor(g, positions, w) for g, w in zip(geometries, ("source", "target"))]
     moments = Moments(*geometries, dtype="float32")
     for row in tokens:
         sides = [s(capture(m, row, positions)) for s, m in zip(strips, models, strict=True)]

@@ -1,4 +1,4 @@
-"""Both directions of a real pair, from text to loss after a hand-over.
+"""Both directions of a real pair, from text to loss after a hand-off.
 
 Runs both models once over the text, fits every map asked for in both directions,
 saves, verifies and loads each, and measures the loss of the receiving model after
@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from kvgraft.models.forward import prefill
 from mlx_lm.generate import generate_step
 
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.evaluate.nll import run_arms
 from kvgraft.fit import FitConfig, GatheredMoments, Moments, MomentSet, read_text
-from kvgraft.fit.capture import Stripper, capture, row_positions
+from kvgraft.fit.capture import FeatureExtractor, capture, row_positions
 from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.forward import prefill
 from kvgraft.models.loading import LoadedModel, check_tokenizers, load_model
 from kvgraft.models.probe import read_geometry
 
@@ -51,7 +51,8 @@ def gather_both_ways(
     positions = row_positions(calibration.seq_len, config.stride, config.skip)
     geometries = [read_geometry(m.model) for m in (a, b)]
     strippers = [
-        Stripper(g, positions, who) for g, who in zip(geometries, ("source", "target"), strict=True)
+        FeatureExtractor(g, positions, who)
+        for g, who in zip(geometries, ("source", "target"), strict=True)
     ]
     moments = {
         (way, held): Moments(
@@ -125,7 +126,7 @@ def measure(
     documents: Documents,
     prefix: int,
 ) -> dict[str, Any]:
-    """Losses of all arms, seconds of a hand-over, and what the target writes."""
+    """Losses of all arms, seconds of a hand-off, and what the target writes."""
     geometry = read_geometry(target.model)
     read: dict[tuple[int, ...], list[Any]] = {}
 
@@ -138,7 +139,7 @@ def measure(
         return read[key]
 
     def grafted(mapper: Mapper) -> Callable[[Sequence[int]], list[Any]]:
-        return lambda tokens: graft_cache(
+        return lambda tokens: map_cache(
             by_source(tokens), mapper, target.model, target_geometry=geometry
         )
 

@@ -15,7 +15,6 @@ import oracle
 import pytest
 import zoo
 from identity import identity_mapper
-from kvgraft.models.forward import prefill
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import (
@@ -32,10 +31,11 @@ from mlx_lm.models.cache import (
 
 from kvgraft import map_layer
 from kvgraft.cache import build_cache, read_cache
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.errors import CacheError, GeometryError, KvgraftError, UnsupportedCacheError
 from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
 from kvgraft.mapper.transfer import transfer_cache
+from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.probe import read_geometry
 from kvgraft.models.rope import RopeSpec
@@ -153,7 +153,7 @@ def test_04_wrapped_rings_are_read_right_and_never_trimmed(monkeypatch: Any) -> 
     got = [int(x) for x in snapshot.keys[0][0, 0, :, 0].tolist()]
     assert got == snapshot.positions.tolist() == [0, 1, 15, 16, 17, 18, 19, 20]
     model = zoo.make("gemma3_text")
-    graft_cache(prefill(model, TOKENS * 2), identity_mapper(model), model)
+    map_cache(prefill(model, TOKENS * 2), identity_mapper(model), model)
     monkeypatch.undo()
     ring.trim(6)  # mlx-lm doesn't check
     assert ring._idx < 0 or ring._idx <= ring.keep
@@ -177,7 +177,7 @@ def test_06_the_length_is_the_offset(n: int) -> None:
     assert caches[0].keys.shape[2] % KVCache.step == 0
     model = zoo.make("qwen3")
     native = prefill(model, (TOKENS * 20)[:n])
-    mapped = graft_cache(native, identity_mapper(model), model)
+    mapped = map_cache(native, identity_mapper(model), model)
     for entry in mapped:
         assert entry.offset == n and entry.keys.shape[2] == n
     want = model(mx.array([[4, 5]]), cache=native)
@@ -250,7 +250,7 @@ def test_10_what_cannot_be_read_is_refused_before_any_work(monkeypatch: Any) -> 
         [None] * n,
     ):
         with pytest.raises(KvgraftError):
-            graft_cache(cache, mapper, model, target_geometry=geometry)
+            map_cache(cache, mapper, model, target_geometry=geometry)
 
 
 # 11. nexusquant PR 12, omlx PR 2295: the whole head turned where RoPE is partial.
@@ -294,7 +294,7 @@ def test_12_the_geometry_is_what_the_live_model_does() -> None:
     native = prefill(model, TOKENS)
     with pytest.raises(KvgraftError, match="RoPE frequencies differ"):
         mapper = identity_mapper(zoo.make("qwen2 yarn"))
-        graft_cache(native, mapper, model)
+        map_cache(native, mapper, model)
 
 
 # 13. mlx-vlm PR 1883, mlx-lm PR 748: an array of offsets taken for one of positions.
@@ -328,8 +328,8 @@ def test_14_rows_of_different_lengths_map_like_single_conversations() -> None:
     batch = [BatchKVCache([longest - n for n in lengths]) for _ in geometry.layers]
     mx.eval(model(mx.array(padded), cache=batch))
     for i, n in enumerate(lengths):
-        alone = graft_cache(prefill(model, TOKENS[:n]), mapper, model)
-        row = graft_cache(batch, mapper, model, row=i)
+        alone = map_cache(prefill(model, TOKENS[:n]), mapper, model)
+        row = map_cache(batch, mapper, model, row=i)
         for a, b in zip(row, alone, strict=True):
             assert a.offset == b.offset == n and a.keys.shape[2] == n
             assert mx.allclose(a.keys, b.keys, atol=1e-4)
@@ -359,7 +359,7 @@ def test_15_float16_neither_overflows_nor_spreads_what_did() -> None:
     native = prefill(model, TOKENS)
     native[1].values[..., 3, 1] = float("inf")
     with pytest.raises(CacheError, match="Source layer 1 of the cache: NaN or infinite"):
-        graft_cache(native, identity_mapper(model), model)
+        map_cache(native, identity_mapper(model), model)
 
 
 # 16. mlx PR 3720, 1340: kernels that take strided inputs for contiguous ones.
@@ -399,14 +399,14 @@ def test_17_quantised_rows_are_told_by_their_form_and_dequantised() -> None:
     native = prefill(model, TOKENS)
     quantised = [entry.to_quantized(group_size=32, bits=8) for entry in native]
     assert all(isinstance(entry.keys, (tuple, list)) for entry in quantised)
-    mapped = graft_cache(quantised, mapper, model)
+    mapped = map_cache(quantised, mapper, model)
     for entry, kept in zip(mapped, native, strict=True):
         assert type(entry) is KVCache and entry.offset == len(TOKENS)
         assert mx.allclose(entry.keys, kept.keys[..., : len(TOKENS), :], atol=0.1)
     # Lists as some programs make them, and as files give them back.
     for entry in quantised:
         entry.keys, entry.values = list(entry.keys), list(entry.values)
-    again = graft_cache(quantised, mapper, model)
+    again = map_cache(quantised, mapper, model)
     assert all(mx.array_equal(a.keys, b.keys) for a, b in zip(again, mapped, strict=True))
     # The same where a mapper expects arrays is refused with a word about it.
     pairs = {i: (entry.keys, entry.values) for i, entry in enumerate(quantised)}
@@ -447,7 +447,7 @@ class Test18:
 
     def test_a_mapped_cache_works_in_another_thread(self) -> None:
         model = zoo.make("qwen3")
-        mapped = graft_cache(prefill(model, TOKENS), identity_mapper(model), model)
+        mapped = map_cache(prefill(model, TOKENS), identity_mapper(model), model)
         seen: list[Any] = []
 
         def use() -> None:
@@ -471,7 +471,7 @@ class Test18:
         store.insert_cache("m", TOKENS, native)
         _, rest = store.fetch_nearest_cache("m", TOKENS)
         assert rest == []
-        mapped = graft_cache(native, identity_mapper(model), model, n_tokens=len(TOKENS) - 1)
+        mapped = map_cache(native, identity_mapper(model), model, n_tokens=len(TOKENS) - 1)
         assert mapped[0].offset == len(TOKENS) - 1
         want = [t for t, _ in generate_step(mx.array(TOKENS), model, max_tokens=5)]
         last = mx.array(TOKENS[-1:])
@@ -484,7 +484,7 @@ class Test18:
         model, draft = zoo.make("qwen3"), zoo.make("qwen3", seed=1)
         want = [t for t, _ in generate_step(mx.array(TOKENS), model, max_tokens=8)]
         native = prefill(model, TOKENS[:-1])
-        joint = native + graft_cache(native, identity_mapper(model), draft)
+        joint = native + map_cache(native, identity_mapper(model), draft)
         got = [
             token
             for token, *_ in speculative_generate_step(
@@ -493,7 +493,7 @@ class Test18:
         ]
         assert got == want
         with pytest.raises(GeometryError, match="a draft model's cache is appended"):
-            graft_cache(joint, identity_mapper(model), model)
+            map_cache(joint, identity_mapper(model), model)
 
 
 # The plain ones.

@@ -20,15 +20,15 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from kvgraft.cache import Bound, build_cache, is_mapped, quantization, read_cache, trim
-from kvgraft.cache.map import graft_cache
-from kvgraft.cache.required_ranges import plan_handover
+from kvgraft.cache import SizeLimit, build_cache, is_mapped, quantization, read_cache, trim
+from kvgraft.cache.map import map_cache
+from kvgraft.cache.required_ranges import required_ranges
 from kvgraft.errors import CacheError, GeometryError, UnsupportedCacheError
 from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.probe import read_geometry
 from kvgraft.models.rope import RopeSpec
-from kvgraft.models.token_ranges import Held
+from kvgraft.models.token_ranges import TokenRanges
 
 H, D = 2, 32
 WINDOW = zoo.WINDOW
@@ -71,17 +71,17 @@ def close(a: mx.array, b: mx.array) -> bool:
 
 
 def test_held_tokens() -> None:
-    assert Held.last(5, 8, 4) == Held.all(5)
-    dropped = Held.last(20, 8, 4)
+    assert TokenRanges.last(5, 8, 4) == TokenRanges.all(5)
+    dropped = TokenRanges.last(20, 8, 4)
     assert dropped.ranges == ((0, 4), (16, 20)) and len(dropped) == 8 and dropped.stop == 20
     assert dropped.positions.tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
     assert str(dropped) == "0…3, 16…19"
-    assert Held.all(20).covers(dropped) and not dropped.covers(Held.all(20))
-    assert dropped & Held.last(20, 3) == Held.last(20, 3)
-    assert (Held.last(20, 3) & Held.all(10)).ranges == ()
+    assert TokenRanges.all(20).covers(dropped) and not dropped.covers(TokenRanges.all(20))
+    assert dropped & TokenRanges.last(20, 3) == TokenRanges.last(20, 3)
+    assert (TokenRanges.last(20, 3) & TokenRanges.all(10)).ranges == ()
     rows = mx.arange(20)[:, None]
-    assert Held.all(20).take(dropped, rows)[:, 0].tolist() == dropped.positions.tolist()
-    part = Held.of([(2, 4), (17, 19)])
+    assert TokenRanges.all(20).take(dropped, rows)[:, 0].tolist() == dropped.positions.tolist()
+    part = TokenRanges.of([(2, 4), (17, 19)])
     assert dropped.take(part, dropped.positions[:, None])[:, 0].tolist() == [2, 3, 17, 18]
 
 
@@ -161,9 +161,9 @@ def test_quantisation_that_does_not_fit_is_refused(
 
 def test_sliding_caches_are_not_quantised() -> None:
     x = mx.ones((1, H, 3, D))
-    for at, bound in ((geometry(window=8), None), (geometry(), Bound(8, 4))):
+    for at, size_limit in ((geometry(window=8), None), (geometry(), SizeLimit(8, 4))):
         with pytest.raises(GeometryError, match="sliding layers or with max_kv_size"):
-            build_cache(at, [(x, x)], kv_bits=8, kv_group_size=32, bound=bound)
+            build_cache(at, [(x, x)], kv_bits=8, kv_group_size=32, size_limit=size_limit)
 
 
 def test_packed_numbers_that_are_not_what_they_say_are_refused() -> None:
@@ -223,9 +223,9 @@ def test_a_ring_is_read_in_the_order_of_the_text(n: int, how: str, size: int, ke
     held = snapshot.held[0]
     assert numbers(snapshot.keys[0]) == held.positions.tolist()
     assert numbers(-snapshot.values[0]) == held.positions.tolist()
-    assert snapshot.offset == n and held.covers(Held.last(n, size, keep))
+    assert snapshot.offset == n and held.covers(TokenRanges.last(n, size, keep))
     if how == "at once":
-        assert held == Held.all(n)
+        assert held == TokenRanges.all(n)
 
 
 def test_a_ring_trimmed_before_it_was_full_is_read() -> None:
@@ -286,9 +286,9 @@ def test_sliding_models_continue_from_a_rebuilt_and_a_mapped_cache(name: str) ->
     for read in ([3], [20], [9, 1, 1, 1, 5, 1]):
         native = fill(model, make_prompt_cache(model), read)
         snapshot = read_cache(native, at)
-        assert snapshot.bound is None
+        assert snapshot.size_limit is None
         rebuilt = build_cache(at, snapshot.layers, held=snapshot.held)
-        mapped = graft_cache(native, mapper, model, target_geometry=at)
+        mapped = map_cache(native, mapper, model, target_geometry=at)
         assert is_mapped(mapped)
         for entry, layer in zip(mapped, at.layers, strict=True):
             room = sum(read) if layer.window is None else min(sum(read), layer.window)
@@ -321,16 +321,16 @@ def test_a_full_layer_is_not_made_from_what_a_window_has_left() -> None:
     feeds = {i: sliding if i == full else i for i in range(len(at.layers))}
     mapper = swap_mapper(at, feeds)
     # Fine as long as nothing has left the window …
-    graft_cache(fill(model, make_prompt_cache(model), [3, 4]), mapper, model, target_geometry=at)
+    map_cache(fill(model, make_prompt_cache(model), [3, 4]), mapper, model, target_geometry=at)
     # … and named when it has.
     native = fill(model, make_prompt_cache(model), [9, 9])
     with pytest.raises(
         CacheError, match=f"Target layer {full} .* 0…17 .* source layer {sliding} holds only"
     ):
-        graft_cache(native, mapper, model, target_geometry=at)
+        map_cache(native, mapper, model, target_geometry=at)
     # The other way round a window is cut out of the whole text.
     other = swap_mapper(at, {i: full if i == sliding else i for i in range(len(at.layers))})
-    mapped = graft_cache(native, other, model, target_geometry=at)
+    mapped = map_cache(native, other, model, target_geometry=at)
     assert mapped[sliding].keys.shape[2] == WINDOW
 
 
@@ -353,8 +353,8 @@ def test_limited_caches_keep_their_limit(read: list[int]) -> None:
     at = read_geometry(model)
     native = fill(model, make_prompt_cache(model, max_kv_size=16), read)
     snapshot = read_cache(native, at)
-    assert snapshot.bound == Bound(16, 4)
-    mapped = graft_cache(native, identity_mapper(model), model, target_geometry=at)
+    assert snapshot.size_limit == SizeLimit(16, 4)
+    mapped = map_cache(native, identity_mapper(model), model, target_geometry=at)
     for entry in mapped:
         assert type(entry) is RotatingKVCache and (entry.max_size, entry.keep) == (16, 4)
         assert entry.offset == sum(read) and entry.keys.shape[2] == min(16, sum(read))
@@ -367,11 +367,11 @@ def test_a_limit_is_not_carried_to_sliding_models() -> None:
     ring = RotatingKVCache(max_size=8, keep=4)
     ring.update_and_fetch(numbered(0, 6), numbered(0, 6))
     whole = read_cache([ring], geometry())
-    assert plan_handover(whole, geometry(window=4)).bound is None
+    assert required_ranges(whole, geometry(window=4)).size_limit is None
     for i in range(6, 20):
         ring.update_and_fetch(numbered(i, i + 1), numbered(i, i + 1))
     with pytest.raises(GeometryError, match="limited to 8 tokens and has dropped some"):
-        plan_handover(read_cache([ring], geometry()), geometry(window=4))
+        required_ranges(read_cache([ring], geometry()), geometry(window=4))
 
 
 def test_limits_of_some_layers_only_are_refused() -> None:
@@ -401,8 +401,8 @@ def test_rows_of_a_batch_are_mapped_like_single_conversations(name: str) -> None
         for i, single in enumerate(singles):
             snapshot = read_cache(batch, at, row=i)
             assert snapshot.offset == (5, 12, 30)[i] + extra and snapshot.batch_size == 1
-            mapped = graft_cache(batch, mapper, model, target_geometry=at, row=i)
-            want = graft_cache(single, mapper, model, target_geometry=at)
+            mapped = map_cache(batch, mapper, model, target_geometry=at, row=i)
+            want = map_cache(single, mapper, model, target_geometry=at)
             for got, expected in zip(mapped, want, strict=True):
                 assert got.offset == expected.offset
                 assert close(got.keys, expected.keys) and close(got.values, expected.values)
@@ -501,20 +501,24 @@ def test_classes_come_from_mlx_lm() -> None:
 def test_building_needs_the_tokens_that_a_layer_sees() -> None:
     x = numbered(0, 4)
     with pytest.raises(CacheError, match=r"needs tokens 0…9, and tokens 6…9 are given"):
-        build_cache(geometry(), [(x, x)], held=[Held.last(10, 4)])
-    built = build_cache(geometry(window=4), [(x, x)], held=[Held.last(10, 4)])
+        build_cache(geometry(), [(x, x)], held=[TokenRanges.last(10, 4)])
+    built = build_cache(geometry(window=4), [(x, x)], held=[TokenRanges.last(10, 4)])
     assert built[0].offset == 10 and built[0]._idx == 4
     with pytest.raises(CacheError, match="Layer 1 ends with token 9, layer 0 with 10"):
-        build_cache(geometry(2, window=4), [(x, x)] * 2, held=[Held.last(10, 4), Held.last(9, 4)])
+        build_cache(
+            geometry(2, window=4),
+            [(x, x)] * 2,
+            held=[TokenRanges.last(10, 4), TokenRanges.last(9, 4)],
+        )
     with pytest.raises(GeometryError, match="expected"):
-        build_cache(geometry(window=4), [(x, x)], held=[Held.last(10, 3)])
+        build_cache(geometry(window=4), [(x, x)], held=[TokenRanges.last(10, 3)])
 
 
 def test_a_window_is_cut_out_of_a_whole_text() -> None:
     x = numbered(0, 20)
     entry = build_cache(geometry(window=8), [(x, x)])[0]
     assert numbers(entry.keys) == list(range(12, 20)) and entry.offset == 20
-    entry = build_cache(geometry(), [(x, x)], bound=Bound(8, 3))[0]
+    entry = build_cache(geometry(), [(x, x)], size_limit=SizeLimit(8, 3))[0]
     assert numbers(entry.keys) == [0, 1, 2, 15, 16, 17, 18, 19]
 
 

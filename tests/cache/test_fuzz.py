@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from kvgraft.cache import read_cache
-from kvgraft.models.token_ranges import Held
+from kvgraft.models.token_ranges import TokenRanges
 
 
 def rows(ids: list[list[int]]) -> mx.array:
@@ -19,7 +19,7 @@ def rows(ids: list[list[int]]) -> mx.array:
     return mx.broadcast_to(x, (len(ids), 1, len(ids[0]), 2))
 
 
-def check(cache: Any, text: list[int], room: Held, row: int | None = None) -> None:
+def check(cache: Any, text: list[int], room: TokenRanges, row: int | None = None) -> None:
     snapshot = read_cache([cache], row=row)
     held = snapshot.held[0]
     assert snapshot.offset == len(text) and held.covers(room)
@@ -43,7 +43,7 @@ def test_rings(seed: int) -> None:
             x = rows([list(range(n, n + new))])
             ring.update_and_fetch(x, -x)
             n += new
-        check(ring, list(range(n)), Held.last(n, size, keep))
+        check(ring, list(range(n)), TokenRanges.last(n, size, keep))
 
 
 @pytest.mark.parametrize("size", [None, 5, 8])
@@ -82,4 +82,4 @@ def test_batches(seed: int, size: int | None) -> None:
             batch.trim(1)
             texts = [t[:-1] for t in texts]
         for i, text in enumerate(texts):
-            check(batch, text, Held.last(len(text), size or 10**9), row=i)
+            check(batch, text, TokenRanges.last(len(text), size or 10**9), row=i)

@@ -33,7 +33,7 @@ from mlx_lm.models.cache import (
 from tiny_tokenizer import tokenizer
 
 from kvgraft.cache import Provenance, is_mapped, mark, provenance_of, read_cache
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.cache.prompt_files import is_prompt_file, read_prompt_file, write_prompt_file
 from kvgraft.cli.main import main
 from kvgraft.demo.data import bundled
@@ -52,7 +52,7 @@ from kvgraft.mapper.mapper import LayerMap, Mapper
 from kvgraft.models.forward import prefill
 from kvgraft.models.loading import load_model
 from kvgraft.models.probe import read_geometry
-from kvgraft.models.token_ranges import Held
+from kvgraft.models.token_ranges import TokenRanges
 
 H, D = 2, 64
 SECRET = 12345.678  # a number that stands for words that must not be in a file
@@ -244,7 +244,7 @@ def test_a_batch_of_rings_in_a_file_is_read_by_row(layout: str, steps: int, tmp_
         got, want = read_cache(found, row=i), read_cache([ring])
         assert got.offset == want.offset
         part = got.held[0] & want.held[0]
-        assert part.covers(Held.last(got.offset, 8))
+        assert part.covers(TokenRanges.last(got.offset, 8))
         for name in ("keys", "values"):
             a, b = getattr(got, name)[0], getattr(want, name)[0]
             assert mx.array_equal(got.held[0].take(part, a), want.held[0].take(part, b))
@@ -517,7 +517,7 @@ def test_from_cache_prompt_through_transfer_to_generate(
     # The same in one process: native prefill of the source, map, go on.
     small, large = pair["small"], pair["large"]
     ids = ids_of(pair, prompt_file)
-    cache = graft_cache(prefill(large.model, ids), pair["mapper"], small.model)
+    cache = map_cache(prefill(large.model, ids), pair["mapper"], small.model)
     template = small.tokenizer.apply_chat_template(
         [{"role": "user", "content": "<query>"}], tokenize=False, add_generation_prompt=True
     )
@@ -550,7 +550,7 @@ def test_transfer_marks_and_keeps_what_the_file_said(
     assert made.metadata["tokenizer_config"] == given.metadata["tokenizer_config"]
     found = made.provenance
     assert found is not None and found.n_tokens == n and found.before is None
-    want = graft_cache(given.cache, pair["mapper"], pair["small"].model)
+    want = map_cache(given.cache, pair["mapper"], pair["small"].model)
     same_cache(made.cache, want)
     # Mapping what was mapped is told; here it doesn't even fit.
     with pytest.raises(GeometryError):
@@ -573,7 +573,7 @@ def test_head_and_tail_are_read_by_the_target(
     got = read_cache(made.cache)
     model = pair["small"].model
     native = read_cache(prefill(model, ids[:head])) if head else None
-    mapped = graft_cache(read_prompt_file(prompt_file).cache, pair["mapper"], model)
+    mapped = map_cache(read_prompt_file(prompt_file).cache, pair["mapper"], model)
     trim_prompt_cache(mapped, tail)
     for i, entry in enumerate(mapped):
         if native is not None:
@@ -628,7 +628,7 @@ def test_a_quantised_file_goes_in_and_out(
         "--max-tokens", "3", "--kv-bits", "8", "--kv-group-size", "32",
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
-    plain = graft_cache(given.cache, pair["mapper"], pair["small"].model)
+    plain = map_cache(given.cache, pair["mapper"], pair["small"].model)
     for a, b in zip(
         read_cache(read_prompt_file(out).cache).keys, read_cache(plain).keys, strict=True
     ):
@@ -649,7 +649,7 @@ def test_tokens_trimmed_from_the_source_do_not_come_through(
     n = len(ids) - 9
     assert done.n_tokens == n
     assert all(x.shape[2] == n for x in content(out)[0].values() if x.ndim == 4)
-    want = graft_cache(
+    want = map_cache(
         prefill(pair["large"].model, ids), pair["mapper"], pair["small"].model, n_tokens=n
     )
     same_cache(read_prompt_file(out).cache, want)
@@ -708,7 +708,7 @@ def test_sliding_and_limited_caches_go_through_mlx_lms_programs(tmp_path: Path) 
     made = read_prompt_file(out).cache
     assert [type(c) for c in made] == [RotatingKVCache, KVCache]
     assert [c.keys.shape[2] for c in made] == [zoo.WINDOW, len(ids)]
-    cache = graft_cache(prefill(source.model, ids), mapper, target.model)
+    cache = map_cache(prefill(source.model, ids), mapper, target.model)
     rest = target.tokenizer.encode("the")
     want = mlx_lm.generate(target.model, target.tokenizer, rest, max_tokens=12, prompt_cache=cache)
     assert said.stdout.strip() == want.strip()

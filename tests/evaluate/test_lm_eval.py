@@ -8,9 +8,9 @@ import os
 import pytest
 from eval_problems import identity
 from fit_problems import prose, save_model
-from kvgraft.models.forward import prefill
 
 from kvgraft.errors import PairMismatchError
+from kvgraft.models.forward import prefill
 
 if not os.environ.get("KVGRAFT_CI"):  # an optional extra; build machines have it
     pytest.importorskip("lm_eval")
@@ -18,7 +18,7 @@ if not os.environ.get("KVGRAFT_CI"):  # an optional extra; build machines have i
 from lm_eval.api.instance import Instance  # noqa: E402
 from mlx_lm.evaluate import MLXLM  # noqa: E402
 
-from kvgraft.evaluate.lm_eval import GraftedLM  # noqa: E402
+from kvgraft.evaluate.lm_eval import MappedLM  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def native(folder):
 def grafted(folder, mapper=None, **options):
     mapper = identity(folder / "model") if mapper is None else mapper
     model = folder / "model"
-    return GraftedLM(model, model, mapper, use_chat_template=False, **options)
+    return MappedLM(model, model, mapper, use_chat_template=False, **options)
 
 
 CONTEXT = prose(40)
@@ -88,4 +88,4 @@ def test_the_policy_is_the_mappers(folder):
 
 def test_another_pair_is_refused(folder):
     with pytest.raises(PairMismatchError):
-        GraftedLM(folder / "deeper", folder / "model", identity(folder / "model"))
+        MappedLM(folder / "deeper", folder / "model", identity(folder / "model"))

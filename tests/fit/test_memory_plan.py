@@ -10,7 +10,7 @@ from fit_problems import gathered, geometry, noise, prose, save_model
 
 from kvgraft.cli.main import main
 from kvgraft.errors import FitError
-from kvgraft.fit import FitConfig, forecast, plan_fit
+from kvgraft.fit import FitConfig, forecast, plan_fit_memory
 from kvgraft.fit.time_estimate import BlasRate, estimate_time, measure_blas
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.rope import RopeSpec
@@ -33,7 +33,7 @@ def test_moments_of_the_plan_are_those_that_are_made():
             gathered(source_geo, target_geo, *rows, structure=structure, dtype=dtype)
             for dtype in ("float64", "float32")
         ]
-        planned = plan_fit(source_geo, target_geo, FitConfig(plan=plan))
+        planned = plan_fit_memory(source_geo, target_geo, FitConfig(plan=plan))
         assert planned.structure == structure
         assert planned.moment_bytes == sum(m.nbytes for m in made)
 
@@ -44,7 +44,7 @@ def test_moments_of_the_plan_are_those_that_are_made():
 )
 def test_limits_are_kept_and_nothing_is_left_out(limit_gb, plan):
     config = FitConfig(plan=plan, memory_limit=limit_gb * 10**9)
-    planned = plan_fit(QWEN3, QWEN3, config, model_bytes=(10**9, 3 * 10**9))
+    planned = plan_fit_memory(QWEN3, QWEN3, config, model_bytes=(10**9, 3 * 10**9))
     assert planned.peak_bytes <= config.memory_limit
     seen = set()
     for one in planned.passes:
@@ -62,7 +62,7 @@ def test_limits_are_kept_and_nothing_is_left_out(limit_gb, plan):
 
 def test_tighter_limits_take_more_passes():
     passes = [
-        len(plan_fit(QWEN3, QWEN3, FitConfig(memory_limit=gb * 10**9)).passes)
+        len(plan_fit_memory(QWEN3, QWEN3, FitConfig(memory_limit=gb * 10**9)).passes)
         for gb in (40, 20, 12, 8)
     ]
     assert passes[0] == 1 and passes == sorted(passes) and passes[-1] > passes[1]
@@ -70,17 +70,17 @@ def test_tighter_limits_take_more_passes():
 
 def test_auto_takes_the_structure_that_fits():
     config = FitConfig(plan="auto", k="auto")
-    assert plan_fit(QWEN3, QWEN3, config).structure == "full"
+    assert plan_fit_memory(QWEN3, QWEN3, config).structure == "full"
     tight = replace(config, memory_limit=3 * 10**9)
-    assert plan_fit(QWEN3, QWEN3, tight).structure == "heads"
+    assert plan_fit_memory(QWEN3, QWEN3, tight).structure == "heads"
     with pytest.raises(FitError, match="memory_limit"):
-        plan_fit(QWEN3, model(28, 4, 128), tight)  # unequal heads have no such structure
+        plan_fit_memory(QWEN3, model(28, 4, 128), tight)  # unequal heads have no such structure
 
 
 def test_sequential_counts_one_model_and_the_rows_on_disk():
     config = FitConfig(sequential=True)
-    planned = plan_fit(QWEN3, QWEN3, config, model_bytes=(2 * 10**9, 3 * 10**9))
-    both = plan_fit(QWEN3, QWEN3, FitConfig(), model_bytes=(2 * 10**9, 3 * 10**9))
+    planned = plan_fit_memory(QWEN3, QWEN3, config, model_bytes=(2 * 10**9, 3 * 10**9))
+    both = plan_fit_memory(QWEN3, QWEN3, FitConfig(), model_bytes=(2 * 10**9, 3 * 10**9))
     assert both.peak_bytes - planned.peak_bytes == 2 * 10**9
     assert planned.disk_bytes == 500 * 256 * 2 * 28672 * 2  # rows, keys and values, bfloat16
 
@@ -88,7 +88,7 @@ def test_sequential_counts_one_model_and_the_rows_on_disk():
 def test_time_is_work_over_rate():
     rate = BlasRate(1e12, 5e11)
     config = FitConfig(k=8)
-    planned = plan_fit(QWEN3, QWEN3, config)
+    planned = plan_fit_memory(QWEN3, QWEN3, config)
     took = estimate_time(planned, QWEN3, QWEN3, config, rate, 2.0, 500)
     assert took.models == 1000
     f = 28672
@@ -97,7 +97,7 @@ def test_time_is_work_over_rate():
     solving = 2 * 28 * (8192**3 / 3 + 4 * 8192**2 * 1024)
     assert took.solve == pytest.approx(solving / 5e11, rel=1e-6)
     local = replace(config, plan="local")
-    less = estimate_time(plan_fit(QWEN3, QWEN3, local), QWEN3, QWEN3, local, rate, 2.0, 500)
+    less = estimate_time(plan_fit_memory(QWEN3, QWEN3, local), QWEN3, QWEN3, local, rate, 2.0, 500)
     assert less.moments == pytest.approx(took.moments / 8, rel=1e-6)
     assert less.solve == pytest.approx(took.solve / 64, rel=0.2)
     auto = replace(config, k="auto", plan="auto")

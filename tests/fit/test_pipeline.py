@@ -18,7 +18,7 @@ import pytest
 from fit_problems import direct, geometry, noise, prose, save_model, side_by_side, tokenizer
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.errors import FitError, GeometryError, TokenizerMismatchError, UnsupportedModelError
 from kvgraft.fit import (
     FitConfig,
@@ -27,12 +27,12 @@ from kvgraft.fit import (
     fit_arrays,
     fit_mapper,
     gather,
-    plan_fit,
+    plan_fit_memory,
     read_text,
 )
 from kvgraft.fit import pipeline as pipeline_module
 from kvgraft.fit.capture import capture
-from kvgraft.fit.checkpoint import WorkFolder
+from kvgraft.fit.checkpoint import FitCheckpoint
 from kvgraft.fit.token_weights import shrink
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
@@ -128,7 +128,7 @@ def test_a_model_onto_itself_is_the_identity(folder):
     tokens = source.tokenizer.encode(prose(40, 77))[:100]
     cache = make_prompt_cache(source.model)
     source.model(mx.array(tokens[:60])[None], cache=cache)
-    grafted = graft_cache(cache, mapper, source.model)
+    grafted = map_cache(cache, mapper, source.model)
     native = source.model(mx.array(tokens[60:])[None], cache=cache)
     mapped = source.model(mx.array(tokens[60:])[None], cache=grafted)
 
@@ -224,12 +224,12 @@ def test_passes_give_the_same_map(folder, pair, plan):
     config = replace(CONFIG, plan=plan)
     want = fit_mapper(*pair, folder / "text.txt", config)
     geos = [read_geometry(m.model) for m in pair]
-    free = plan_fit(*geos, config)
+    free = plan_fit_memory(*geos, config)
     # Room for less than half of the moments, beside what is needed anyway.
     size = sum(p.nbytes for _, p in _leaves(pair))
     rest = free.peak_bytes + size - free.moment_bytes
     limited = replace(config, memory_limit=rest + int(0.4 * free.moment_bytes))
-    plan_made = plan_fit(*geos, limited, model_bytes=(size, 0))
+    plan_made = plan_fit_memory(*geos, limited, model_bytes=(size, 0))
     assert len(plan_made.passes) > 1 and plan_made.spill
     assert plan_made.peak_bytes <= limited.memory_limit
     steps = []
@@ -258,15 +258,17 @@ def test_plan_of_a_real_pair():
         return ModelGeometry((layer,) * layers, "bfloat16")
 
     source, target = model(28, 8, 128), model(28, 8, 128)  # Qwen3 0.6B -> 1.7B
-    full = plan_fit(source, target, FitConfig())
-    local = plan_fit(source, target, FitConfig(plan="local"))
+    full = plan_fit_memory(source, target, FitConfig())
+    local = plan_fit_memory(source, target, FitConfig(plan="local"))
     pairs = 28672 * (28672 + 1024) // 2 + 28672 * 28672  # upper blocks, and with the target
     assert full.moment_bytes == pytest.approx(2 * pairs * 12, rel=1e-3)
     assert local.structure == "heads"
     assert local.moment_bytes == pytest.approx(full.moment_bytes / 8, rel=0.05)
     assert full.rows == 450 * 256 and full.in_dim == 8192 and local.in_dim == 1024
     limit = 12 * 10**9
-    tight = plan_fit(source, target, FitConfig(memory_limit=limit), model_bytes=(10**9, 3 * 10**9))
+    tight = plan_fit_memory(
+        source, target, FitConfig(memory_limit=limit), model_bytes=(10**9, 3 * 10**9)
+    )
     assert tight.peak_bytes <= limit and len(tight.passes) >= 6
     covered = sorted((p.kind, t) for one in tight.passes for p in one for t in p.targets)
     assert covered == [(kind, t) for kind in ("keys", "values") for t in range(28)]
@@ -572,14 +574,14 @@ def test_a_save_that_stops_half_way_leaves_the_one_before_it(tmp_path):
                 raise FitError("Cannot write: the disk is full.")
             path.write_text(self.content)
 
-    work = WorkFolder(tmp_path / "work", {"n_passes": 1})
+    work = FitCheckpoint(tmp_path / "work", {"n_passes": 1})
     work.checkpoint(0, 50, [Part("old"), Part("old")])
     with pytest.raises(FitError, match="disk is full"):
         work.checkpoint(0, 100, [Part("new"), Part(None)])
     assert work.done == 50
     assert [path.read_text() for path in work.moments_of(0)] == ["old", "old"]
     assert len(os.listdir(tmp_path / "work")) == 3  # these two and the state
-    again = WorkFolder(tmp_path / "work", {"n_passes": 1})
+    again = FitCheckpoint(tmp_path / "work", {"n_passes": 1})
     assert (again.done, again.moments_of(0)) == (50, work.moments_of(0))
     again.checkpoint(0, 100, [Part("new"), Part("new")])
     assert [path.read_text() for path in again.moments_of(0)] == ["new", "new"]

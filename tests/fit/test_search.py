@@ -9,15 +9,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from fit_problems import geometry, prose, save_model
-from kvgraft.models.forward import continuation_nll, prefill
 
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.errors import FitError
 from kvgraft.fit import FitConfig, fit_mapper
 from kvgraft.fit import search as choose_module
 from kvgraft.fit.search import Documents, choose, read_documents, score
 from kvgraft.fit.solve import solve_mapper, storage_problem
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.forward import continuation_nll, prefill
 from kvgraft.models.loading import load_model
 from kvgraft.models.probe import read_geometry
 
@@ -165,7 +165,7 @@ def test_scores_are_those_of_a_hand_over(folder):
     got = score(mapper, documents, target.model, geos[1])
     for row, loss, alone in zip(tokens.tolist(), got, documents.alone):
         cache = prefill(source.model, row[:29])
-        grafted = graft_cache(cache, mapper, target.model)
+        grafted = map_cache(cache, mapper, target.model)
         assert loss == pytest.approx(
             float(continuation_nll(target.model, grafted, row[29:]).mean()), rel=1e-5
         )
@@ -228,7 +228,7 @@ def test_choosing_for_sliding_windows(folder, sliding, direction):
     assert trials and all(np.isfinite(t["nll"]) for t in trials)
     tokens = [int(t) for t in np.random.default_rng(0).integers(0, 250, 40)]
     cache = prefill(source.model, tokens[:30], step=7)
-    mapped = graft_cache(cache, mapper, target.model)
+    mapped = map_cache(cache, mapper, target.model)
     assert mx.isfinite(target.model(mx.array([tokens[30:]]), cache=mapped)).all()
 
 

@@ -9,14 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from fit_problems import prose, save_model
-from kvgraft.models.forward import prefill
 
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.errors import FitError
 from kvgraft.fit import FitConfig, fit_mapper, read_text
 from kvgraft.fit import tune as tune_module
 from kvgraft.fit.search import Documents, read_documents
 from kvgraft.fit.tune import _kl, _Start, divergence, tune
+from kvgraft.models.forward import prefill
 from kvgraft.models.loading import load_model
 from kvgraft.models.probe import read_geometry
 
@@ -73,7 +73,7 @@ def test_divergence_is_that_of_a_hand_over(pair, poor, documents):
     model, geometry = target_of(pair)
     got = divergence(poor, documents[1], model, geometry)
     for row, value in zip(documents[1].tokens.tolist(), got):
-        grafted = graft_cache(prefill(pair[0].model, row[:35]), poor, model)
+        grafted = map_cache(prefill(pair[0].model, row[:35]), poor, model)
         rest = mx.array(row[35:-1])[None]
         native = model(rest, cache=prefill(model, row[:35]))[0]
         p = np.array(mx.softmax(native, axis=-1)).astype(np.float64)
@@ -90,7 +90,7 @@ def test_no_change_is_the_mapper_itself(folder, pair, documents, plan):
     start = _Start(mapper, document)
     cache = start.cache(start.zeros(), document.source[0])
     row = document.tokens[0].tolist()
-    want = graft_cache(prefill(pair[0].model, row[:35]), mapper, pair[1].model)
+    want = map_cache(prefill(pair[0].model, row[:35]), mapper, pair[1].model)
     for a, b in zip(cache, want, strict=True):
         for x, y in ((a.keys, b.keys), (a.values, b.values)):
             size = float(mx.abs(y).max())

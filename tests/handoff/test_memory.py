@@ -1,4 +1,4 @@
-"""Memory of a hand-over: counting, limits that the system enforces, and the policy."""
+"""Memory of a hand-off: counting, limits that the system enforces, and the policy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import zoo
 from mlx.utils import tree_flatten
 
-from kvgraft.errors import MemoryBudgetError
-from kvgraft.handoff import MemoryBudget, plan_memory
+from kvgraft.errors import MemoryLimitError
+from kvgraft.handoff import MemoryLimit, plan_memory
 from kvgraft.handoff.memory import cache_bytes, mapper_bytes, token_bytes
-from kvgraft.handoff.policy import Observation, Rung, memory_policy
+from kvgraft.handoff.policy import ModelOption, Observation, memory_policy
 from kvgraft.mapper import artifact
 from kvgraft.models.forward import prefill
-from kvgraft.models.handle import ModelSlot, model_bytes, stored_bytes
+from kvgraft.models.handle import ModelHandle, model_bytes, stored_bytes
 from kvgraft.models.probe import read_geometry
 
 HERE = Path(__file__).parents[1] / "helpers"
@@ -74,20 +74,20 @@ def test_the_plan_holds_one_model_at_a_time():
 
 def test_the_budget_gives_unused_buffers_back_before_it_complains():
     held = [50]
-    budget = MemoryBudget(100, reserve=20, observe=lambda: held[0])
-    budget.check("resting")
+    memory_limit = MemoryLimit(100, reserve=20, observe=lambda: held[0])
+    memory_limit.check("resting")
     held[0] = 101
-    with pytest.raises(MemoryBudgetError, match="while mapping"):
-        budget.check("mapping")
-    assert budget.usable == 80
+    with pytest.raises(MemoryLimitError, match="while mapping"):
+        memory_limit.check("mapping")
+    assert memory_limit.usable == 80
 
 
 def test_a_slot_knows_its_size_before_it_is_loaded(tmp_path):
     model = zoo.make("qwen3")
     model.save_weights(str(tmp_path / "model.safetensors"))
-    assert ModelSlot(tmp_path).nbytes == model_bytes(model)
-    assert ModelSlot(lambda: model, nbytes=7).nbytes == 7
-    assert ModelSlot(lambda: model).nbytes is None
+    assert ModelHandle(tmp_path).nbytes == model_bytes(model)
+    assert ModelHandle(lambda: model, nbytes=7).nbytes == 7
+    assert ModelHandle(lambda: model).nbytes is None
 
 
 # ----------------------------------------------------------------------- a limit that bites
@@ -114,7 +114,11 @@ def test_a_switch_finishes_where_both_models_would_not_fit(tmp_path):
 
 # ------------------------------------------------------------------------------- policy
 
-RUNGS = (Rung("large", 800, 820), Rung("medium", 500, 900), Rung("small", 200, 600))
+RUNGS = (
+    ModelOption("large", 800, 820),
+    ModelOption("medium", 500, 900),
+    ModelOption("small", 200, 600),
+)
 
 
 def seen(used: int, current: str = "medium", *, calm: int = 0, since: int = 100, **more):
@@ -146,7 +150,11 @@ def test_the_usual_policy(observation, want):
 
 
 def test_it_goes_to_the_smallest_where_nothing_fits_and_up_only_where_it_fits():
-    tight = (Rung("large", 800, 1001), Rung("medium", 990, 900), Rung("small", 900, 900))
+    tight = (
+        ModelOption("large", 800, 1001),
+        ModelOption("medium", 990, 900),
+        ModelOption("small", 900, 900),
+    )
     decide = memory_policy()
     assert decide(Observation(990, 1000, "large", tight, [0.99], 50)) == "small"
     assert decide(Observation(100, 1000, "small", tight, [0.1] * 30, 50)) is None

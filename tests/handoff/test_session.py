@@ -13,9 +13,9 @@ from mlx_lm import stream_generate
 from kvgraft.cache import is_mapped
 from kvgraft.demo.data import bundled
 from kvgraft.errors import ArgumentError
-from kvgraft.handoff import MemoryBudget, Session, Span, memory_policy
+from kvgraft.handoff import MemoryLimit, Session, Span, memory_policy
 from kvgraft.mapper.mapper import Mapper
-from kvgraft.models.handle import ModelSlot
+from kvgraft.models.handle import ModelHandle
 from kvgraft.models.loading import LoadedModel, load_model
 
 FIRST = "The bottle belongs to Frank. Martha likes oysters best. What does Martha like best?"
@@ -23,13 +23,13 @@ SECOND = "Who owns the bottle?"
 N = 12
 
 
-def slot(name: str) -> ModelSlot:
-    return ModelSlot(bundled(f"models/{name}"), dtype=mx.float32)
+def handle(name: str) -> ModelHandle:
+    return ModelHandle(bundled(f"models/{name}"), dtype=mx.float32)
 
 
-def copies() -> dict[str, ModelSlot]:
+def copies() -> dict[str, ModelHandle]:
     """The same model twice, and so an exact map between the two."""
-    return {"a": slot("large"), "b": slot("large")}
+    return {"a": handle("large"), "b": handle("large")}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def exact() -> dict[tuple[str, str], Mapper]:
     return {("a", "b"): same, ("b", "a"): same}
 
 
-def pair() -> dict[str, ModelSlot]:
-    return {"large": slot("large"), "small": slot("small")}
+def pair() -> dict[str, ModelHandle]:
+    return {"large": handle("large"), "small": handle("small")}
 
 
 def mapper() -> Mapper:
@@ -54,7 +54,7 @@ def say(session: Session, text: str, n: int = N) -> str:
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> list[str]:
-    session = Session({"a": slot("large")})
+    session = Session({"a": handle("large")})
     return [say(session, FIRST), say(session, SECOND)]
 
 
@@ -70,7 +70,7 @@ def test_a_reply_is_what_the_model_says(uninterrupted):
 
 
 def test_the_second_turn_reads_only_what_is_new(uninterrupted):
-    session = Session({"a": slot("large")})
+    session = Session({"a": handle("large")})
     say(session, FIRST)
     held = session.n_tokens
     say(session, SECOND)
@@ -143,7 +143,7 @@ def test_a_kept_cache_is_come_back_to(exact):
     report = session.turns[2].switches[0]
     assert report.reason is None and report.reused > 0
     assert session.spans[0] == Span(report.reused, 0)
-    plain = Session({"a": slot("large")})
+    plain = Session({"a": handle("large")})
     for text in (FIRST, SECOND, SECOND):
         say(plain, text)
     assert [m["content"] for m in session.messages] == [m["content"] for m in plain.messages]
@@ -186,16 +186,18 @@ def test_a_policy_moves_the_conversation(uninterrupted, exact):
     assert say(session, FIRST) == uninterrupted[0]
     assert session.turns[0].models == ["a", "b"]
     first = seen[0]
-    assert [rung.name for rung in first.rungs] == ["a", "b"]
-    assert first.rungs[0].nbytes == first.used < first.limit
+    assert [option.name for option in first.model_options] == ["a", "b"]
+    assert first.model_options[0].nbytes == first.used < first.limit
     assert len(seen[3].pressures) == 4 and not seen[3].has_switched
     assert len(seen[4].pressures) == 1 and seen[4].has_switched
 
 
 def test_pressure_sends_it_down():
     used = [10]
-    budget = MemoryBudget(1 << 40, observe=lambda: used[0])
-    session = Session(pair(), {("large", "small"): mapper()}, budget=budget, policy=memory_policy())
+    memory_limit = MemoryLimit(1 << 40, observe=lambda: used[0])
+    session = Session(
+        pair(), {("large", "small"): mapper()}, memory_limit=memory_limit, policy=memory_policy()
+    )
     text = session.chat(FIRST, max_tokens=N)
     next(text)
     assert session.current == "large"
@@ -206,8 +208,10 @@ def test_pressure_sends_it_down():
 
 def test_room_brings_it_up():
     used = [int(0.3 * (1 << 40))]
-    budget = MemoryBudget(1 << 40, observe=lambda: used[0])
-    session = Session(pair(), start="small", budget=budget, policy=memory_policy(hold=3))
+    memory_limit = MemoryLimit(1 << 40, observe=lambda: used[0])
+    session = Session(
+        pair(), start="small", memory_limit=memory_limit, policy=memory_policy(hold=3)
+    )
     say(session, FIRST, 8)
     assert session.current == "large"
     assert session.turns[0].switches[0].n_tokens == session.turns[0].n_prompt + 3
@@ -219,8 +223,8 @@ def test_models_with_different_tokenizers(tmp_path):
         name: save_model(tmp_path / name, added=added)
         for name, added in (("a", ["<x>"]), ("b", []))
     }
-    slots = {name: ModelSlot(folder) for name, folder in folders.items()}
-    session = Session(slots, {("a", "b"): identity_mapper(slots["a"].model)})
+    handles = {name: ModelHandle(folder) for name, folder in folders.items()}
+    session = Session(handles, {("a", "b"): identity_mapper(handles["a"].model)})
     pieces = []
     for piece in session.chat("the river and the old house", max_tokens=10):
         pieces.append(piece)
@@ -236,7 +240,7 @@ def test_a_model_that_cannot_be_loaded_is_not_gone_to(uninterrupted):
     def broken() -> LoadedModel:
         raise OSError("unplugged")
 
-    session = Session({"a": slot("large"), "b": broken})
+    session = Session({"a": handle("large"), "b": broken})
     say(session, FIRST)
     session.use("b")
     assert say(session, SECOND) == uninterrupted[1]
@@ -245,7 +249,7 @@ def test_a_model_that_cannot_be_loaded_is_not_gone_to(uninterrupted):
 
 
 def test_breaking_off_keeps_what_was_said(uninterrupted):
-    session = Session({"a": slot("large")})
+    session = Session({"a": handle("large")})
     text = session.chat(FIRST, max_tokens=N)
     said = "".join(islice(text, 2))
     text.close()
@@ -274,7 +278,7 @@ def test_unknown_names_and_models_without_tokenizer():
 
 
 def test_a_new_message_breaks_off_the_reply_that_still_goes_on(uninterrupted):
-    session = Session({"a": slot("large")})
+    session = Session({"a": handle("large")})
     first = session.chat(FIRST, max_tokens=N)
     said = [next(first), next(first)]
     second = session.chat(SECOND, max_tokens=N)

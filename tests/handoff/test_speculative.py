@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.cache import is_mapped
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.demo.data import Conversation, bundled
 from kvgraft.errors import CacheError, PairMismatchError, UnsupportedModelError
 from kvgraft.handoff.speculative import acceptance, draft_cache, joint_cache, measure, speculate
@@ -125,7 +125,7 @@ def test_the_draft_model_reads_the_tail_itself(pair, mapper, ids):
     n, tail = len(ids[0]), 10
     got = draft_cache(own, mapper, draft, tokens=ids[0], tail=tail)
     native = prefill(draft, ids[0])
-    mapped = graft_cache(own, mapper, draft)
+    mapped = map_cache(own, mapper, draft)
     assert all(entry.offset == n for entry in got)
     # The first layer sees only the token, so there a native row is the native row.
     rows = [entry[0].keys[..., n - tail : n, :] for entry in (got, native, mapped)]

@@ -11,16 +11,16 @@ import mlx.core as mx
 import pytest
 import zoo
 from identity import identity_mapper
-from kvgraft.models.forward import prefill
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from kvgraft.cache import is_mapped, n_tokens
-from kvgraft.cache.map import graft_cache
-from kvgraft.errors import CacheError, HandoffError, MemoryBudgetError, TruncatedFileError
-from kvgraft.handoff import Generation, GenerationState, MemoryBudget, Span, switch
-from kvgraft.models.handle import ModelSlot
+from kvgraft.cache.map import map_cache
+from kvgraft.errors import CacheError, HandoffError, MemoryLimitError, TruncatedFileError
+from kvgraft.handoff import Generation, GenerationState, MemoryLimit, Span, switch
+from kvgraft.models.forward import prefill
+from kvgraft.models.handle import ModelHandle
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 3, 8, 46, 26, 43, 38]
 ARCH = "qwen3"
@@ -30,8 +30,8 @@ def model(seed: int = 1):
     return zoo.make(ARCH, seed=seed)
 
 
-def slot(seed: int = 1) -> ModelSlot:
-    return ModelSlot(lambda: model(seed), name=f"seed {seed}")
+def handle(seed: int = 1) -> ModelHandle:
+    return ModelHandle(lambda: model(seed), name=f"seed {seed}")
 
 
 def plain(model, n: int, *, seed: int | None = None, **options) -> list[int]:
@@ -98,13 +98,13 @@ def test_stopping_and_resuming_leaves_no_trace(kind):
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "top-p and penalty"])
 @pytest.mark.parametrize("after", [1, 9])
 def test_an_exact_map_gives_the_uninterrupted_run(kind, after):
-    source = slot()
+    source = handle()
     mapper = identity_mapper(source.model)
     want = plain(source.model, 20, seed=5, **options(kind))
     mx.random.seed(5)
     run = Generation.start(source, PROMPT, **options(kind))
     got = list(islice(run, after))
-    done = switch(run.stop(), slot(), mapper)
+    done = switch(run.stop(), handle(), mapper)
     assert done.report.reason is None
     assert done.report.mapped == len(PROMPT) + after - 1 and done.report.tail == 1
     assert done.state.n_mapped == done.report.mapped
@@ -114,11 +114,11 @@ def test_an_exact_map_gives_the_uninterrupted_run(kind, after):
 
 @pytest.mark.parametrize(("head", "tail"), [(0, 1), (5, 1), (0, 6), (4, 3), (7, 50), (500, 1)])
 def test_head_and_tail_with_an_exact_map(head, tail):
-    source = slot()
+    source = handle()
     want = plain(source.model, 20)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 6))
-    done = switch(run.stop(), slot(), identity_mapper(model()), head=head, tail=tail)
+    done = switch(run.stop(), handle(), identity_mapper(model()), head=head, tail=tail)
     n, report = len(PROMPT) + 6, done.report
     assert report.head + report.mapped + report.tail == n
     if report.reason is None:
@@ -203,7 +203,7 @@ def test_a_target_that_cannot_be_quantised_gets_floats():
 
 
 def test_head_rows_are_the_targets_own_and_the_others_are_not():
-    source, target = slot(1), model(2)
+    source, target = handle(1), model(2)
     run = Generation.start(source, PROMPT)
     next(run)
     done = switch(run.stop(), target, identity_mapper(model(1)), head=5, tail=4)
@@ -260,7 +260,7 @@ def test_a_loop_of_ones_own_goes_on_from_cache_and_unread_tokens():
     after = switch(state, model(), identity_mapper(net), tail=4).state
     assert after.unread == PROMPT[-1:]
     steps = generate_step(
-        mx.array(after.unread), after.slot.model, max_tokens=6, prompt_cache=after.cache
+        mx.array(after.unread), after.handle.model, max_tokens=6, prompt_cache=after.cache
     )
     assert [int(token) for token, _ in steps] == want
 
@@ -269,7 +269,7 @@ def test_a_loop_of_ones_own_goes_on_from_cache_and_unread_tokens():
 
 
 def test_the_source_is_gone_before_the_target_is_loaded():
-    source = slot()
+    source = handle()
     mapper = identity_mapper(source.model)
     alive = []
 
@@ -288,64 +288,66 @@ def test_a_source_that_others_hold_is_reported():
     held = model()
     run = Generation.start(held, PROMPT)
     next(run)
-    done = switch(run.stop(), slot(), identity_mapper(held))
+    done = switch(run.stop(), handle(), identity_mapper(held))
     assert done.report.reason is None
     assert "still in memory" in done.report.warnings[0]
 
 
 def test_keep_source_leaves_the_source_able_to_go_on():
-    source = slot()
+    source = handle()
     want = plain(source.model, 12)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 4))
     state = run.stop()
-    done = switch(state, slot(), identity_mapper(source.model), keep_source=True)
+    done = switch(state, handle(), identity_mapper(source.model), keep_source=True)
     assert source.is_loaded
     assert got + list(islice(Generation(done.state), 8)) == want
     assert got + list(islice(Generation(state), 8)) == want
 
 
 def test_too_small_a_budget_is_refused_before_anything_is_released():
-    source = slot()
+    source = handle()
     mapper = identity_mapper(source.model)
     want = plain(source.model, 6)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 2))
     state = run.stop()
-    live = slot()
+    live = handle()
     live.model  # noqa: B018
-    with pytest.raises(MemoryBudgetError, match="does not fit"):
-        switch(state, live, mapper, budget=MemoryBudget(10_000))
+    with pytest.raises(MemoryLimitError, match="does not fit"):
+        switch(state, live, mapper, memory_limit=MemoryLimit(10_000))
     assert source.is_loaded
     assert got + list(islice(Generation(state), 4)) == want
 
 
 def test_a_budget_for_reading_but_not_for_mapping_reads():
-    source, target = slot(), slot()
+    source, target = handle(), handle()
     size = target.model and target.nbytes
     mapper = identity_mapper(source.model)
     run = Generation.start(source, PROMPT)
     next(run)
     state = run.stop()
     # What the plan can't know of: everything else that these tests hold.
-    budget = MemoryBudget(0)
-    probe = switch(state, target, mapper, keep_source=True, budget=MemoryBudget(1 << 40)).report
+    memory_limit = MemoryLimit(0)
+    probe = switch(
+        state, target, mapper, keep_source=True, memory_limit=MemoryLimit(1 << 40)
+    ).report
     read = probe.plan.stages[1].nbytes - size
     assert read > 0
-    budget = MemoryBudget(probe.plan.peak - 1)
-    done = switch(state, target, mapper, keep_source=True, budget=budget)
+    memory_limit = MemoryLimit(probe.plan.peak - 1)
+    done = switch(state, target, mapper, keep_source=True, memory_limit=memory_limit)
     assert "mapping would take" in done.report.reason
 
 
 def test_exceeding_the_limit_while_mapping_reads_instead():
-    source = slot()
+    source = handle()
     mapper = identity_mapper(source.model)
     want = plain(source.model, 9)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 3))
     readings = iter([10, 5000, 5000])
-    budget = MemoryBudget(1 << 40, observe=lambda: (1 << 41) if next(readings) > 100 else 0)
-    done = switch(run.stop(), slot(), mapper, budget=budget)
+    memory_limit = MemoryLimit(1 << 40, observe=lambda: (1 << 41) if next(readings) > 100 else 0)
+    done = switch(run.stop(), handle(), mapper, memory_limit=memory_limit)
     assert "while mapping layer 1" in done.report.reason
     assert not is_mapped(done.state.cache)
     assert got + list(islice(Generation(done.state), 6)) == want
@@ -392,13 +394,13 @@ def _fails(case: str, mapper):
     ["no mapper", "absent file", "other pair", "verdict", "nan", "no weights", "damaged file"],
 )
 def test_whatever_prevents_mapping_reads_again_and_says_so(case, caplog):
-    source = slot()
+    source = handle()
     want = plain(source.model, 12)
     mapper, reason = _fails(case, identity_mapper(source.model))
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 5))
     with caplog.at_level(logging.WARNING, logger="kvgraft.handoff"):
-        done = switch(run.stop(), slot(), mapper)
+        done = switch(run.stop(), handle(), mapper)
     assert reason in done.report.reason
     assert reason in caplog.text
     assert done.report.mapped == 0 and not is_mapped(done.state.cache)
@@ -407,17 +409,17 @@ def test_whatever_prevents_mapping_reads_again_and_says_so(case, caplog):
 
 
 def test_a_bad_verdict_can_be_overruled():
-    source = slot()
+    source = handle()
     mapper = identity_mapper(source.model)
     mapper.quality = {"verdict": "do not ship", "reasons": ["too bad"]}
     run = Generation.start(source, PROMPT)
     next(run)
-    done = switch(run.stop(), slot(), mapper, force=True)
+    done = switch(run.stop(), handle(), mapper, force=True)
     assert done.report.mapped and "too bad" in done.report.warnings[0]
 
 
 def test_the_mappers_policy_is_the_default():
-    source = slot()
+    source = handle()
     mapper = identity_mapper(source.model)
     mapper.quality = {
         "verdict": "ship with warning", "reasons": ["recall drops"],
@@ -425,7 +427,7 @@ def test_the_mappers_policy_is_the_default():
     }  # fmt: skip
     run = Generation.start(source, PROMPT)
     next(run)
-    report = switch(run.stop(), slot(), mapper).report
+    report = switch(run.stop(), handle(), mapper).report
     assert (report.head, report.tail) == (3, 5)
     assert "recall drops" in report.warnings[0]
 
@@ -444,7 +446,7 @@ def test_a_source_cache_that_cannot_be_read_is_no_obstacle():
 
 
 def test_a_target_that_cannot_be_loaded_loses_nothing():
-    source = slot()
+    source = handle()
     want = plain(source.model, 12)
     mapper = identity_mapper(source.model)
     run = Generation.start(source, PROMPT)
@@ -457,19 +459,19 @@ def test_a_target_that_cannot_be_loaded_loses_nothing():
     with pytest.raises(HandoffError, match="disk on fire"):
         switch(state, broken, mapper)
     assert not source.is_loaded
-    done = switch(state, slot(), mapper)
+    done = switch(state, handle(), mapper)
     assert done.report.mapped == len(PROMPT) + 4
     assert got + list(islice(Generation(done.state), 7)) == want
 
 
 def test_nan_logits_from_a_mapped_cache_are_never_emitted():
     """Finite rows can still overflow inside the target."""
-    source = slot()
+    source = handle()
     want = plain(source.model, 12, seed=3, sampler=make_sampler(temp=1.0))
     mx.random.seed(3)
     run = Generation.start(source, PROMPT, sampler=make_sampler(temp=1.0))
     got = list(islice(run, 5))
-    done = switch(run.stop(), slot(), identity_mapper(source.model))
+    done = switch(run.stop(), handle(), identity_mapper(source.model))
     done.state.cache[0].values[..., 2, :] = float("nan")
     run = Generation(done.state)
     got += islice(run, 7)
@@ -482,13 +484,13 @@ def test_nan_logits_from_a_mapped_cache_are_never_emitted():
 
 def test_rows_mapped_too_often_are_read_again():
     mapper = identity_mapper(model())
-    source = slot()
+    source = handle()
     want = plain(source.model, 30)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 6))
     reports = []
     for _ in range(3):
-        done = switch(run.stop(), slot(), mapper, max_mapped=1)
+        done = switch(run.stop(), handle(), mapper, max_mapped=1)
         reports.append(done.report)
         run = Generation(done.state)
         got += islice(run, 8)
@@ -501,10 +503,10 @@ def test_rows_mapped_too_often_are_read_again():
 
 def test_without_a_limit_generations_are_counted():
     mapper = identity_mapper(model())
-    run = Generation.start(slot(), PROMPT)
+    run = Generation.start(handle(), PROMPT)
     next(run)
     for n in (1, 2, 3):
-        done = switch(run.stop(), slot(), mapper, max_mapped=None)
+        done = switch(run.stop(), handle(), mapper, max_mapped=None)
         assert done.state.spans[0].mapped == n
         run = Generation(done.state)
         next(run)
@@ -512,7 +514,7 @@ def test_without_a_limit_generations_are_counted():
 
 def test_a_cache_of_the_targets_own_is_used_as_head():
     """Back and forth: what the target read before it left is neither read nor mapped."""
-    one, two = slot(1), slot(1)
+    one, two = handle(1), handle(1)
     want = plain(one.model, 20)
     mapper = identity_mapper(one.model)
     run = Generation.start(one, PROMPT)
@@ -535,7 +537,7 @@ def test_a_cache_of_the_targets_own_is_used_as_head():
 
 @pytest.mark.parametrize("chunk", [4, 100])
 def test_repair_ends_in_the_native_cache(chunk):
-    source, target = slot(1), model(2)
+    source, target = handle(1), model(2)
     run = Generation.start(source, PROMPT)
     list(islice(run, 4))
     done = switch(run.stop(), target, identity_mapper(model(1)))
@@ -561,21 +563,21 @@ def test_repair_ends_in_the_native_cache(chunk):
 
 
 def test_repair_needs_room_and_something_to_repair():
-    run = Generation.start(slot(), PROMPT)
+    run = Generation.start(handle(), PROMPT)
     next(run)
     assert not run.repair()
-    done = switch(run.stop(), slot(), identity_mapper(model()))
+    done = switch(run.stop(), handle(), identity_mapper(model()))
     run = Generation(done.state)
-    assert not run.repair(budget=MemoryBudget(1000))
+    assert not run.repair(memory_limit=MemoryLimit(1000))
     assert "does not fit" in run.events[0]
 
 
 def test_a_failing_repair_leaves_the_generation_alone(monkeypatch):
-    source = slot()
+    source = handle()
     want = plain(source.model, 12)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 4))
-    done = switch(run.stop(), slot(), identity_mapper(source.model))
+    done = switch(run.stop(), handle(), identity_mapper(source.model))
     run = Generation(done.state)
     assert run.repair(chunk=4)
 
@@ -588,20 +590,20 @@ def test_a_failing_repair_leaves_the_generation_alone(monkeypatch):
     gc.collect()
 
 
-# ------------------------------------------------------------- what outlives a hand-over
+# ------------------------------------------------------------- what outlives a hand-off
 
 
 def test_a_marked_cache_counts_as_mapped():
     m = model()
-    mapped = graft_cache(prefill(m, PROMPT[:-1]), identity_mapper(m), m)
-    state = GenerationState.of(slot(), PROMPT, mapped)
+    mapped = map_cache(prefill(m, PROMPT[:-1]), identity_mapper(m), m)
+    state = GenerationState.of(handle(), PROMPT, mapped)
     assert state.spans == [Span(len(PROMPT) - 1, 1)] and state.n_mapped == len(PROMPT) - 1
     # Its rows are not mapped a second time, and can be repaired.
-    done = switch(state, slot(), identity_mapper(m))
+    done = switch(state, handle(), identity_mapper(m))
     assert done.report.mapped == 0
     head = prefill(m, PROMPT[:4])
-    behind = graft_cache(prefill(m, PROMPT[:-1]), identity_mapper(m), m, head=head)
-    state = GenerationState.of(slot(), PROMPT, behind)
+    behind = map_cache(prefill(m, PROMPT[:-1]), identity_mapper(m), m, head=head)
+    state = GenerationState.of(handle(), PROMPT, behind)
     assert state.spans == [Span(4, 0), Span(len(PROMPT) - 5, 1)]
     run = Generation(state)
     assert run.repair(chunk=64)
@@ -609,10 +611,10 @@ def test_a_marked_cache_counts_as_mapped():
 
 def test_a_marked_cache_of_the_targets_own_is_not_taken_for_a_native_one():
     m = model()
-    lossy = graft_cache(prefill(m, PROMPT[:-1]), identity_mapper(m, values=0.5), m)
-    run = Generation.start(slot(), PROMPT)
+    lossy = map_cache(prefill(m, PROMPT[:-1]), identity_mapper(m, values=0.5), m)
+    run = Generation.start(handle(), PROMPT)
     run.read()
-    done = switch(run.stop(), slot(), None, own_cache=lossy)
+    done = switch(run.stop(), handle(), None, own_cache=lossy)
     assert done.report.reused == 0
     assert list(islice(Generation(done.state), 6)) == plain(m, 6)
 
@@ -627,7 +629,7 @@ def test_an_error_of_the_sampler_leaves_the_random_sequence_whole():
             raise RuntimeError("no luck")
         return sampler(x)
 
-    source = slot()
+    source = handle()
     source.model  # noqa: B018 - making it draws random numbers
     mx.random.seed(7)
     run = Generation.start(source, PROMPT, sampler=failing)
@@ -641,7 +643,7 @@ def test_an_error_of_the_sampler_leaves_the_random_sequence_whole():
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_stopping_in_another_thread_keeps_the_state(kind):
     want = plain(model(), 8, seed=7, **options(kind))
-    source = slot()
+    source = handle()
     source.model  # noqa: B018
     run = Generation.start(source, PROMPT, **options(kind))
     got: list[int] = []
@@ -661,31 +663,31 @@ def test_a_size_limit_is_kept_when_the_conversation_is_read_again():
     m = model()
     cache = make_prompt_cache(m, max_kv_size=12)
     m(mx.array([PROMPT]), cache=cache)
-    state = GenerationState.of(slot(), PROMPT, cache)  # holds all: back by one is not possible
+    state = GenerationState.of(handle(), PROMPT, cache)  # holds all: back by one is not possible
     run = Generation(state)
     next(run)
     assert "cannot go back" in run.events[0]
     assert [entry.max_size for entry in run.stop().cache] == [12, 12]
-    done = switch(state, slot(), None)
+    done = switch(state, handle(), None)
     assert {type(e).__name__ for e in done.state.cache} == {"RotatingKVCache"}
 
 
 def test_a_budget_too_small_for_a_target_of_unknown_shape_loses_nothing():
-    source = slot()
+    source = handle()
     want = plain(source.model, 4)
     state = Generation.start(source, PROMPT * 40).stop()
     state.tokens = PROMPT * 40
-    target = slot()
+    target = handle()
     held = mx.get_active_memory()
-    with pytest.raises(MemoryBudgetError, match="The conversation is as it was"):
-        switch(state, target, None, budget=MemoryBudget(held + target_bytes() + 1000))
+    with pytest.raises(MemoryLimitError, match="The conversation is as it was"):
+        switch(state, target, None, memory_limit=MemoryLimit(held + target_bytes() + 1000))
     assert not target.is_loaded
     state.tokens = list(PROMPT)
     assert list(islice(Generation(state), 4)) == want
 
 
 def target_bytes() -> int:
-    fresh = slot()
+    fresh = handle()
     fresh.model  # noqa: B018
     size = fresh.nbytes
     assert size

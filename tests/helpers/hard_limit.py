@@ -18,8 +18,8 @@ import mlx.core as mx
 from identity import identity_mapper
 from mlx_lm.models import qwen3
 
-from kvgraft.handoff import Generation, MemoryBudget, switch
-from kvgraft.models.handle import ModelSlot
+from kvgraft.handoff import Generation, MemoryLimit, switch
+from kvgraft.models.handle import ModelHandle
 
 PROMPT = list(range(3, 200))
 # Nearly all of the weights are one embedding, which costs memory but no time.
@@ -53,8 +53,8 @@ def main(folder: Path, mode: str) -> dict[str, int | str | None]:
             model.save_weights(str(folder / f"{name}.safetensors"))
         return {}
     size = (folder / "one.safetensors").stat().st_size
-    one = ModelSlot(lambda: load(folder / "one.safetensors"), name="one", nbytes=size)
-    two = ModelSlot(lambda: load(folder / "two.safetensors"), name="two", nbytes=size)
+    one = ModelHandle(lambda: load(folder / "one.safetensors"), name="one", nbytes=size)
+    two = ModelHandle(lambda: load(folder / "two.safetensors"), name="two", nbytes=size)
     mapper = identity_mapper(one.model)
     run = Generation.start(one, PROMPT)
     want = [next(run) for _ in range(3)]
@@ -64,14 +64,18 @@ def main(folder: Path, mode: str) -> dict[str, int | str | None]:
     # One model is in memory. Room for half of another, on top of what there is.
     limit = virtual_bytes() + size // 2
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    budget = MemoryBudget(mx.get_active_memory() + size // 2)
+    limit = MemoryLimit(mx.get_active_memory() + size // 2)
     done = switch(
-        state, two, mapper, keep_source=mode == "both", budget=None if mode == "both" else budget
+        state,
+        two,
+        mapper,
+        keep_source=mode == "both",
+        memory_limit=None if mode == "both" else limit,
     )
     more = list(islice(Generation(done.state), 3))
     return {
         "model": size,
-        "limit": budget.limit,
+        "limit": limit.limit,
         "peak": done.report.peak_bytes,
         "planned": done.report.plan.peak if done.report.plan else None,
         "mapped": done.report.mapped,

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from kvgraft.cache import read_cache
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.errors import (
     ArgumentError,
     CacheError,
@@ -28,7 +28,7 @@ from kvgraft.mapper.transfer import (
     transfer_cache,
     transfer_layer,
 )
-from kvgraft.models.token_ranges import Held
+from kvgraft.models.token_ranges import TokenRanges
 
 MAPPER = mappers.mapper()
 KV = mappers.cache(MAPPER.source, 5)
@@ -47,7 +47,7 @@ def mlx_lm_caches() -> list[KVCache]:
 NUMPY = {i: (np.array(k), np.array(v)) for i, (k, v) in KV.items()}
 CASES: dict[str, tuple[Any, type[Exception], str]] = {
     "mlx-lm caches": (lambda: transfer_cache(mlx_lm_caches(), MAPPER), UnsupportedCacheError,
-                      "graft_cache"),
+                      "map_cache"),
     "pairs in a list": (lambda: transfer_cache(PAIRS, MAPPER), ArgumentError, "transfer.apply"),
     "a path for a mapper": (lambda: transfer_cache(KV, "my-mapper"), ArgumentError, "load_mapper"),
     "swapped": (lambda: transfer_cache(MAPPER, KV), ArgumentError, "The order is"),
@@ -68,22 +68,23 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
                             "int8"),
     "wanted without held": (lambda: iter_transfer(KV, MAPPER, wanted={}), ArgumentError, "held"),
     "held with positions": (lambda: iter_transfer(KV, MAPPER, [0, 1, 2, 3, 4],
-                                                  held={i: Held.all(5) for i in KV}),
+                                                  held={i: TokenRanges.all(5) for i in KV}),
                             ArgumentError, "neither with positions"),
-    "a layer without held": (lambda: iter_transfer(KV, MAPPER, held={0: Held.all(5)}),
+    "a layer without held": (lambda: iter_transfer(KV, MAPPER, held={0: TokenRanges.all(5)}),
                              ArgumentError, r"source layers \[1, 2, 3\]"),
-    "held of another length": (lambda: iter_transfer(KV, MAPPER, held={i: Held.all(6) for i in KV}),
+    "held of another length": (lambda: iter_transfer(
+                                   KV, MAPPER, held={i: TokenRanges.all(6) for i in KV}),
                                GeometryError, "have shape"),
-    "a path for graft_cache": (lambda: graft_cache(mlx_lm_caches(), "my-mapper", None),
+    "a path for map_cache": (lambda: map_cache(mlx_lm_caches(), "my-mapper", None),
                                ArgumentError, "load_mapper"),
-    "graft_cache, swapped": (lambda: graft_cache(MAPPER, mlx_lm_caches(), None), ArgumentError,
+    "map_cache, swapped": (lambda: map_cache(MAPPER, mlx_lm_caches(), None), ArgumentError,
                              "not a list"),
     "a path for check_pair": (lambda: check_pair("my-mapper"), ArgumentError, "load_mapper"),
     "a number for a path": (lambda: load_mapper(3), ArgumentError, "not by a int"),
     "bytes for a path": (lambda: load_mapper(b"m"), ArgumentError, "not by a bytes"),
     "a mapper for a path": (lambda: load_mapper(MAPPER), ArgumentError, "open already"),
     "nothing in common": (lambda: iter_transfer(KV, MAPPER, held={
-        i: Held.of([(10 * i, 10 * i + 5)]) for i in KV}), CacheError, "no tokens in common"),
+        i: TokenRanges.of([(10 * i, 10 * i + 5)]) for i in KV}), CacheError, "no tokens in common"),
 }  # fmt: skip
 
 
@@ -111,21 +112,26 @@ def test_numpy_integers_are_numbers() -> None:
 def test_layers_may_hold_different_tokens() -> None:
     # Source layers 1 and 3 have lost the beginning; each target layer is made
     # for what both of its sources have.
-    held = {0: Held.all(5), 1: Held.last(5, 3), 2: Held.all(5), 3: Held.last(5, 3, 1)}
-    cut = {i: tuple(Held.all(5).take(held[i], x) for x in pair) for i, pair in KV.items()}
+    held = {
+        0: TokenRanges.all(5),
+        1: TokenRanges.last(5, 3),
+        2: TokenRanges.all(5),
+        3: TokenRanges.last(5, 3, 1),
+    }
+    cut = {i: tuple(TokenRanges.all(5).take(held[i], x) for x in pair) for i, pair in KV.items()}
     whole = transfer_cache(KV, MAPPER)
     for t, keys, values in iter_transfer(cut, MAPPER, held=held):
         sources = MAPPER.layer(t).keys.sources
         part = held[sources[0]] & held[sources[1]]
         assert keys.shape[-2] == len(part) < 5
         for got, want in zip((keys, values), whole[t], strict=True):
-            assert mx.allclose(got, Held.all(5).take(part, want), atol=1e-6)
+            assert mx.allclose(got, TokenRanges.all(5).take(part, want), atol=1e-6)
     # Fewer, on request.
-    wanted = {t: Held.last(5, 2) for t in range(3)}
+    wanted = {t: TokenRanges.last(5, 2) for t in range(3)}
     for t, keys, _ in iter_transfer(cut, MAPPER, held=held, wanted=wanted):
         assert mx.allclose(keys, whole[t][0][:, -2:], atol=1e-6)
     with pytest.raises(CacheError, match="Target layer 0 is made for tokens 0…4"):
-        iter_transfer(cut, MAPPER, held=held, wanted={0: Held.all(5)})
+        iter_transfer(cut, MAPPER, held=held, wanted={0: TokenRanges.all(5)})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -163,7 +169,7 @@ def test_large_values_are_not_infinite() -> None:
 
 
 def test_half_precision_hides_an_infinite_source() -> None:
-    # Documented: the reason why a hand-over looks at the source.
+    # Documented: the reason why a hand-off looks at the source.
     spoilt = {i: (mx.full(k.shape, float("inf")), v) for i, (k, v) in KV.items()}
     keys, _ = transfer_layer(MAPPER, 0, spoilt, dtype=mx.float16)
     assert not mx.isinf(keys).any()

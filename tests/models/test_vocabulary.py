@@ -7,12 +7,12 @@ import gc
 import numpy as np
 import pytest
 import zoo
-from kvgraft.models.forward import continuation_nll, prefill, read_on
 
 from kvgraft.errors import TokenIdError
 from kvgraft.fit.capture import capture
 from kvgraft.handoff import Generation, GenerationState
 from kvgraft.models import vocabulary as tokens_module
+from kvgraft.models.forward import continuation_nll, extend_cache, prefill
 from kvgraft.models.vocabulary import check_tokens, vocabulary_size
 
 SIZE = 264
@@ -25,7 +25,7 @@ def model():
 
 READERS = {
     "prefill": lambda model, ids: prefill(model, ids),
-    "read_on": lambda model, ids: read_on(model, ids, prefill(model, [1, 2])),
+    "extend_cache": lambda model, ids: extend_cache(model, ids, prefill(model, [1, 2])),
     "loss": lambda model, ids: continuation_nll(model, None, ids),
     "fit": lambda model, ids: capture(model, ids, np.arange(len(ids))),
     "generate": lambda model, ids: next(Generation.start(model, ids)),

@@ -30,7 +30,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import server as mlx_server
 from mlx_lm.generate import generate_step
 
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.cli import main as cli
 from kvgraft.cli.main import main
 from kvgraft.demo.data import Conversation, bundled, documents
@@ -39,10 +39,10 @@ from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.forward import prefill
 from kvgraft.models.loading import LoadedModel, ModelIdentity, load_model
-from kvgraft.serve import GraftingPromptCache, Route, RouteTable, Server, load_routes, make_provider
+from kvgraft.serve import MappingPromptCache, Route, RouteTable, Server, load_routes, make_provider
 from kvgraft.serve import store as store_module
 from kvgraft.serve.origin import Origin, RequestTokens, origin_of
-from kvgraft.serve.store import HeldCache, MappedKey
+from kvgraft.serve.store import MappedKey, StoredCache
 
 MAX_TOKENS = 8
 # Short, since MLX's Linux wheel multiplies slowly: 141 tokens.
@@ -133,7 +133,7 @@ def grafted(pair: dict[str, LoadedModel], prompt: str, n: int) -> str:
     """The small model's reply with the first ``n`` tokens mapped from the large one."""
     ids = pair["small"].tokenizer.encode(prompt)
     source = prefill(pair["large"].model, ids[:n])
-    cache = graft_cache(source, Mapper.load(bundled("mapper")), pair["small"].model)
+    cache = map_cache(source, Mapper.load(bundled("mapper")), pair["small"].model)
     return greedy(pair["small"], ids[n:], cache)
 
 
@@ -266,7 +266,7 @@ def test_a_draft_model_gets_its_cache_too(folders, pair, back, seed):
         ids = pair["large"].tokenizer.encode(prompt)
         n = usage.cached_tokens
         source = prefill(pair["small"].model, ids[:n])
-        cache = graft_cache(source, Mapper.load(back), pair["large"].model)
+        cache = map_cache(source, Mapper.load(back), pair["large"].model)
         assert second == greedy(pair["large"], ids[n:], cache)
         # The next turn goes on from the joint cache, whose parts end at different tokens.
         prompt += second + "\nUser: Where is it?\nAssistant:"
@@ -434,7 +434,7 @@ class Bench:
         routes = options.pop("routes", None)
         routes = plain_routes(bundled("mapper")) if routes is None else routes
         options.setdefault("min_gain", 16)
-        self.store = GraftingPromptCache(self.provider, routes, **options)
+        self.store = MappingPromptCache(self.provider, routes, **options)
 
     def use(self, name: str, adapter: str | None = None) -> Any:
         path = self.paths[name][0]
@@ -532,7 +532,7 @@ def test_only_the_common_prefix_is_taken(bench):
     bench.read("large", [*IDS[:30], 9, 9])
     fetched, origin = bench.read("small", IDS)
     assert origin.mapped_tokens == 60 and fetched.mapped_tokens == 0
-    expected = graft_cache(
+    expected = map_cache(
         prefill(bench.pair["large"].model, IDS[:60]),
         Mapper.load(bundled("mapper")),
         bench.pair["small"].model,
@@ -544,9 +544,9 @@ def test_only_the_common_prefix_is_taken(bench):
 def test_a_cache_found_under_other_tokens_is_not_used(bench, caplog):
     """Whatever goes wrong with the index, the ids beside the cache decide."""
     bench.read("large", IDS)
-    wrong = HeldCache(prefill(bench.pair["large"].model, IDS), store_module._pack(IDS[::-1]))
+    wrong = StoredCache(prefill(bench.pair["large"].model, IDS), store_module._pack(IDS[::-1]))
     other = [2, 3, *IDS[2:]]
-    super(GraftingPromptCache, bench.store).insert_cache(bench.use("large"), other, wrong)
+    super(MappingPromptCache, bench.store).insert_cache(bench.use("large"), other, wrong)
     with caplog.at_level(logging.ERROR, "kvgraft.serve"):
         assert bench.look_up("large", [*other, 1]) == 0
         _, origin = bench.read("small", [*other, 1])
@@ -554,8 +554,8 @@ def test_a_cache_found_under_other_tokens_is_not_used(bench, caplog):
 
 
 def test_a_cache_of_another_length_is_not_used(bench, caplog):
-    short = HeldCache(prefill(bench.pair["large"].model, IDS[:-3]), store_module._pack(IDS))
-    super(GraftingPromptCache, bench.store).insert_cache(bench.use("large"), IDS, short)
+    short = StoredCache(prefill(bench.pair["large"].model, IDS[:-3]), store_module._pack(IDS))
+    super(MappingPromptCache, bench.store).insert_cache(bench.use("large"), IDS, short)
     with caplog.at_level(logging.ERROR, "kvgraft.serve"):
         assert bench.look_up("large", [*IDS, 1]) == 0
     assert "holds other than" in caplog.text
@@ -588,7 +588,7 @@ def test_an_identity_map_through_the_store_changes_nothing(name):
     ends = {key: ModelIdentity(key, key * 64, "c" * 64) for key in "ab"}
     provider = SimpleNamespace(model_key=None, model=model, tokenizer=None, draft_model=None)
     route = Route(identity_mapper(model), ends["a"], ends["b"], "ship")
-    store = GraftingPromptCache(provider, RouteTable([route]), min_gain=4)
+    store = MappingPromptCache(provider, RouteTable([route]), min_gain=4)
     store._identities.update({(key, None, None): end for key, end in ends.items()})
     tokens = RequestTokens(ids, Origin(decided=True))
     store.insert_cache(("a", None, None), tokens, prefill(model, ids))
@@ -657,7 +657,7 @@ def test_a_cache_of_unknown_origin_is_kept_apart(bench, caplog):
 
 def test_a_marked_cache_is_kept_apart_whatever_its_tokens_say(bench):
     source = prefill(bench.pair["large"].model, IDS)
-    mapped = graft_cache(source, Mapper.load(bundled("mapper")), bench.pair["small"].model)
+    mapped = map_cache(source, Mapper.load(bundled("mapper")), bench.pair["small"].model)
     tokens = RequestTokens(IDS, Origin(decided=True))
     bench.store.insert_cache(bench.use("small"), tokens, mapped)
     assert bench.look_up("small", [*IDS, 1]) == 0
@@ -717,7 +717,7 @@ def test_a_failed_mapping_is_said_and_the_prompt_read(bench, caplog, monkeypatch
 
     bench.read("small", IDS[:20])
     bench.read("large", IDS)
-    monkeypatch.setattr(store_module, "graft_cache", fail)
+    monkeypatch.setattr(store_module, "map_cache", fail)
     with caplog.at_level(logging.WARNING, "kvgraft.serve"):
         fetched, origin = bench.read("small", [*IDS, 1])
     assert origin.native and fetched is not None and "no such luck" in caplog.text

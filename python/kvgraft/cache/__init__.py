@@ -9,14 +9,20 @@ read here is a new object over the same memory, and what is built never holds an
 object of the caller's.
 """
 
-from kvgraft.cache.build import build_cache, check_mappable, check_quantizable, compact, place
+from kvgraft.cache.build import (
+    build_cache,
+    check_mappable,
+    check_quantizable,
+    compact,
+    required_positions,
+)
 from kvgraft.cache.length import n_tokens, quantization, size_limit, trim
 from kvgraft.cache.provenance import Provenance, is_mapped, mark, provenance_of
 from kvgraft.cache.read import read_cache
-from kvgraft.cache.snapshot import Bound, CacheSnapshot, QuantizedRows
+from kvgraft.cache.snapshot import CacheSnapshot, QuantizedRows, SizeLimit
 
 __all__ = [
-    "Bound",
+    "SizeLimit",
     "CacheSnapshot",
     "Provenance",
     "QuantizedRows",
@@ -27,7 +33,7 @@ __all__ = [
     "compact",
     "mark",
     "n_tokens",
-    "place",
+    "required_positions",
     "provenance_of",
     "quantization",
     "read_cache",

@@ -10,14 +10,14 @@ import mlx.core as mx
 from kvgraft import _ext
 from kvgraft.cache.provenance import Provenance, mark
 from kvgraft.cache.read import inner_caches, read_entry
-from kvgraft.cache.snapshot import Bound, QuantizedRows
+from kvgraft.cache.snapshot import QuantizedRows, SizeLimit
 from kvgraft.errors import CacheError, GeometryError
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
-from kvgraft.models.token_ranges import Held
+from kvgraft.models.token_ranges import TokenRanges
 from kvgraft.ops.reference import saturate
 from kvgraft.option_names import named
 
-__all__ = ["build_cache", "check_mappable", "check_quantizable", "compact", "place"]
+__all__ = ["build_cache", "check_mappable", "check_quantizable", "compact", "required_positions"]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _GROUP_SIZES = (32, 64, 128)
@@ -30,8 +30,8 @@ def build_cache(
     *,
     dtype: mx.Dtype | None = None,
     provenance: Provenance | None = None,
-    held: Sequence[Held] | None = None,
-    bound: Bound | None = None,
+    held: Sequence[TokenRanges] | None = None,
+    size_limit: SizeLimit | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
 ) -> list[Any]:
@@ -54,7 +54,7 @@ def build_cache(
         provenance: Mark the result as mapped.
         held: Per cache, the tokens whose rows are given, where these are not
             all tokens of the text. A sliding layer needs the last ``window``.
-        bound: Make a cache of limited size, as ``max_kv_size`` does; models
+        size_limit: Make a cache of limited size, as ``max_kv_size`` does; models
             with sliding layers have no such limit.
         kv_bits: Quantise with so many bits, as ``--kv-bits`` does.
         kv_group_size: Numbers that share a scale when quantised.
@@ -62,7 +62,7 @@ def build_cache(
     Returns:
         One cache per layer, ready for ``generate_step(..., prompt_cache=...)``
         with at least one token left: ``KVCache``, or ``RotatingKVCache`` for a
-        sliding layer or with ``bound``, or ``QuantizedKVCache`` with ``kv_bits``.
+        sliding layer or with ``size_limit``, or ``QuantizedKVCache`` with ``kv_bits``.
 
     Raises:
         GeometryError: If the arrays don't fit the target, or it cannot be
@@ -80,7 +80,7 @@ def build_cache(
     if store not in _FLOATS:
         raise GeometryError(f"A cache cannot be stored as {store}; use a float dtype.")
     if kv_bits is not None:
-        check_quantizable(geometry, kv_bits, kv_group_size, bound)
+        check_quantizable(geometry, kv_bits, kv_group_size, size_limit)
     if held is not None:
         _check_count(geometry, len(held))
     if isinstance(layers, (list, tuple)):
@@ -95,8 +95,8 @@ def build_cache(
     for layer, (k, v) in enumerate(layers):
         k, v = _check_layer(geometry, layer, k, v, first, held)
         first = k if first is None else first
-        given = Held.all(k.shape[2]) if held is None else held[layer]
-        wanted = place(geometry.layers[layer], given.stop, bound)
+        given = TokenRanges.all(k.shape[2]) if held is None else held[layer]
+        wanted = required_positions(geometry.layers[layer], given.stop, size_limit)
         if not given.covers(wanted):
             raise CacheError(
                 f"Cache {layer} of {geometry.model_type} needs tokens {wanted}, and tokens "
@@ -110,7 +110,7 @@ def build_cache(
             )
         k, v = _own(k, store), _own(v, store)
         mx.eval(k, v)
-        made = _new_cache(k, v, given.stop, geometry.layers[layer], bound)
+        made = _new_cache(k, v, given.stop, geometry.layers[layer], size_limit)
         if kv_bits is not None:
             made = made.to_quantized(group_size=kv_group_size, bits=kv_bits)
             mx.eval(made.keys, made.values)
@@ -121,16 +121,18 @@ def build_cache(
     return caches
 
 
-def place(layer: LayerGeometry, n_tokens: int, bound: Bound | None = None) -> Held:
+def required_positions(
+    layer: LayerGeometry, n_tokens: int, size_limit: SizeLimit | None = None
+) -> TokenRanges:
     """Which of the first ``n_tokens`` tokens a layer's cache has to hold.
 
-    All of them, the last ``window`` of a sliding layer, or what ``bound`` leaves.
+    All of them, the last ``window`` of a sliding layer, or what ``size_limit`` leaves.
     """
     if layer.window is not None:
-        return Held.last(n_tokens, layer.window)
-    if bound is not None:
-        return Held.last(n_tokens, bound.max_size, bound.keep)
-    return Held.all(n_tokens)
+        return TokenRanges.last(n_tokens, layer.window)
+    if size_limit is not None:
+        return TokenRanges.last(n_tokens, size_limit.max_size, size_limit.keep)
+    return TokenRanges.all(n_tokens)
 
 
 def check_mappable(geometry: ModelGeometry, role: str) -> None:
@@ -151,7 +153,7 @@ def check_mappable(geometry: ModelGeometry, role: str) -> None:
 
 
 def check_quantizable(
-    geometry: ModelGeometry, bits: int, group_size: int, bound: Bound | None = None
+    geometry: ModelGeometry, bits: int, group_size: int, size_limit: SizeLimit | None = None
 ) -> None:
     """Refuse a quantised cache that mlx-lm could not make or go on with.
 
@@ -160,7 +162,7 @@ def check_quantizable(
     """
     if bits not in _BITS:
         raise GeometryError(f"{named('kv_bits')} is one of {_BITS}, not {bits}.")
-    if bound is not None or any(layer.window is not None for layer in geometry.layers):
+    if size_limit is not None or any(layer.window is not None for layer in geometry.layers):
         raise GeometryError(
             "mlx-lm has no quantised cache for sliding layers or with max_kv_size. Leave out "
             f"{named('kv_bits')}."
@@ -183,7 +185,7 @@ def _check_layer(
     k: mx.array,
     v: mx.array,
     first: mx.array | None,
-    held: Sequence[Held] | None,
+    held: Sequence[TokenRanges] | None,
 ) -> tuple[mx.array, mx.array]:
     """Check one layer's arrays against the target and the first layer; add a batch axis."""
     if layer >= len(geometry.layers):
@@ -218,15 +220,15 @@ def _check_count(geometry: ModelGeometry, n: int) -> None:
 
 
 def _new_cache(
-    k: mx.array, v: mx.array, offset: int, layer: LayerGeometry, bound: Bound | None
+    k: mx.array, v: mx.array, offset: int, layer: LayerGeometry, size_limit: SizeLimit | None
 ) -> Any:
     from mlx_lm.models import cache as mlx_lm_cache
 
     kinds: Any = mlx_lm_cache
     if layer.window is not None:
         made = kinds.RotatingKVCache(max_size=layer.window)
-    elif bound is not None:
-        made = kinds.RotatingKVCache(max_size=bound.max_size, keep=bound.keep)
+    elif size_limit is not None:
+        made = kinds.RotatingKVCache(max_size=size_limit.max_size, keep=size_limit.keep)
     else:
         made = kinds.KVCache()
     made.keys, made.values, made.offset = k, v, offset
@@ -285,7 +287,7 @@ def _compact(entry: Any, name: str) -> Any:
         return made
     k, v = rows.pair()
     if type(entry).__name__ == "RotatingKVCache":
-        part = Held.last(rows.held.stop, entry.max_size, entry.keep)
+        part = TokenRanges.last(rows.held.stop, entry.max_size, entry.keep)
         if rows.held.covers(part):
             k, v = rows.held.take(part, k), rows.held.take(part, v)
         made = kinds.RotatingKVCache(max_size=entry.max_size, keep=entry.keep)

@@ -9,19 +9,19 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from kvgraft import cache as caches
-from kvgraft.cache.required_ranges import plan_handover
+from kvgraft.cache.required_ranges import required_ranges
 from kvgraft.cache.snapshot import LayerRows
 from kvgraft.errors import CacheError
 from kvgraft.mapper import artifact, transfer
 from kvgraft.mapper.mapper import Mapper, require_mapper
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.probe import read_geometry
-from kvgraft.models.token_ranges import Held
+from kvgraft.models.token_ranges import TokenRanges
 
-__all__ = ["graft_cache"]
+__all__ = ["map_cache"]
 
 
-def graft_cache(
+def map_cache(
     source_cache: Sequence[Any],
     mapper: Mapper,
     target: Module,
@@ -82,9 +82,9 @@ def graft_cache(
             f"cache holds {snapshot.offset} tokens."
         )
     snapshot = cut_snapshot(snapshot, stop, mapper.source)
-    plan = plan_handover(snapshot, geometry)
+    plan = required_ranges(snapshot, geometry)
     if kv_bits is not None:
-        caches.check_quantizable(geometry, kv_bits, kv_group_size, plan.bound)
+        caches.check_quantizable(geometry, kv_bits, kv_group_size, plan.size_limit)
     rows = snapshot.source_kv()
     del snapshot
     if consume:
@@ -102,7 +102,7 @@ def graft_cache(
             dtype=geometry.mx_dtype,
             consume=consume,
             held=plan.held,
-            wanted={i: want & Held.of([(start, stop)]) for i, want in plan.wanted.items()},
+            wanted={i: want & TokenRanges.of([(start, stop)]) for i, want in plan.wanted.items()},
             check_finite=True,
         )
         for layer, keys, values in mapped:
@@ -117,7 +117,7 @@ def graft_cache(
         layers(),
         provenance=_provenance(mapper, start, stop, before),
         held=[plan.wanted[i] for i in range(len(geometry.layers))],
-        bound=plan.bound,
+        size_limit=plan.size_limit,
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
     )
@@ -139,8 +139,8 @@ def cut_snapshot(
         return snapshot
     rows = []
     for layer, row in enumerate(snapshot.rows):
-        held = row.held & Held.all(stop)
-        want = _ring(geometry.layers[layer], snapshot.bound, stop)
+        held = row.held & TokenRanges.all(stop)
+        want = _ring(geometry.layers[layer], snapshot.size_limit, stop)
         if want is not None and not held.covers(want):
             if snapshot.offset - stop > 1:
                 raise CacheError(
@@ -150,16 +150,18 @@ def cut_snapshot(
             rows.append(_with_filler(row, held, want))
         else:
             rows.append(LayerRows(_take(row, held, "keys"), _take(row, held, "values"), held))
-    return caches.CacheSnapshot(tuple(rows), stop, snapshot.bound)
+    return caches.CacheSnapshot(tuple(rows), stop, snapshot.size_limit)
 
 
-def _ring(layer: LayerGeometry, bound: caches.Bound | None, n_tokens: int) -> Held | None:
-    if layer.window is None and bound is None:
+def _ring(
+    layer: LayerGeometry, size_limit: caches.SizeLimit | None, n_tokens: int
+) -> TokenRanges | None:
+    if layer.window is None and size_limit is None:
         return None
-    return caches.place(layer, n_tokens, bound)
+    return caches.required_positions(layer, n_tokens, size_limit)
 
 
-def _take(row: LayerRows, part: Held, name: str) -> mx.array | caches.QuantizedRows:
+def _take(row: LayerRows, part: TokenRanges, name: str) -> mx.array | caches.QuantizedRows:
     rows = row.keys if name == "keys" else row.values
     if isinstance(rows, caches.QuantizedRows):
         packed, scales, biases = (
@@ -169,11 +171,11 @@ def _take(row: LayerRows, part: Held, name: str) -> mx.array | caches.QuantizedR
     return row.held.take(part, rows)
 
 
-def _with_filler(row: LayerRows, held: Held, want: Held) -> LayerRows:
+def _with_filler(row: LayerRows, held: TokenRanges, want: TokenRanges) -> LayerRows:
     """Rows of ``want``, of which ``held`` lacks one; its neighbour stands in for it."""
     have = held & want
     absent = next(p for start, stop in want.ranges for p in range(start, stop) if not _in(have, p))
-    before = len(have & Held.all(absent))
+    before = len(have & TokenRanges.all(absent))
 
     def fill(x: mx.array | caches.QuantizedRows) -> mx.array:
         assert isinstance(x, mx.array)  # rings are not quantised
@@ -184,12 +186,12 @@ def _with_filler(row: LayerRows, held: Held, want: Held) -> LayerRows:
     return LayerRows(fill(row.keys), fill(row.values), want)
 
 
-def _in(held: Held, position: int) -> bool:
-    return held.covers(Held.of([(position, position + 1)]))
+def _in(held: TokenRanges, position: int) -> bool:
+    return held.covers(TokenRanges.of([(position, position + 1)]))
 
 
 def _behind(
-    own: LayerRows, want: Held, keys: mx.array, values: mx.array
+    own: LayerRows, want: TokenRanges, keys: mx.array, values: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Mapped rows after those of ``want`` that the target has itself."""
     part = own.held & want

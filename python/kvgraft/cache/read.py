@@ -7,10 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvgraft.cache.snapshot import Bound, CacheSnapshot, LayerRows, QuantizedRows
+from kvgraft.cache.snapshot import CacheSnapshot, LayerRows, QuantizedRows, SizeLimit
 from kvgraft.errors import CacheError, GeometryError, UnsupportedCacheError
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
-from kvgraft.models.token_ranges import Held
+from kvgraft.models.token_ranges import TokenRanges
 
 __all__ = ["advice", "inner_caches", "read_cache", "read_entry", "read_offset"]
 
@@ -165,7 +165,7 @@ def read_entry(entry: Any, name: str, row: int | None = None) -> LayerRows:
     k, v = _float_arrays(entry, name)
     _check_room(name, offset, k.shape[2], v.shape[2])
     # Slicing makes new array objects even where it cuts nothing off.
-    return LayerRows(k[..., :offset, :], v[..., :offset, :], Held.all(offset))
+    return LayerRows(k[..., :offset, :], v[..., :offset, :], TokenRanges.all(offset))
 
 
 # ------------------------------------------------------------------- quantised
@@ -187,7 +187,7 @@ def _read_quantized(entry: Any, name: str, offset: int) -> LayerRows:
         packed, scales, biases = (part[..., :offset, :] for part in (x.packed, x.scales, x.biases))
         return QuantizedRows(packed, scales, biases, group_size, bits)
 
-    return LayerRows(first(keys), first(values), Held.all(offset))
+    return LayerRows(first(keys), first(values), TokenRanges.all(offset))
 
 
 def _packed(parts: Any, what: str, name: str, group_size: int, bits: int) -> QuantizedRows:
@@ -244,7 +244,7 @@ def _read_ring(entry: Any, name: str, offset: int) -> LayerRows:
         order = [(0, keep), (newest, room), (keep, newest)]
     else:
         raise broken
-    held = Held.last(offset, sum(b - a for a, b in order), keep)
+    held = TokenRanges.last(offset, sum(b - a for a, b in order), keep)
 
     def rows(x: mx.array) -> mx.array:
         parts = [x[..., a:b, :] for a, b in order if a < b]
@@ -255,7 +255,7 @@ def _read_ring(entry: Any, name: str, offset: int) -> LayerRows:
 
 def _bound(
     entries: Sequence[Any], read: Sequence[LayerRows], geometry: ModelGeometry | None
-) -> Bound | None:
+) -> SizeLimit | None:
     """The ``max_kv_size`` of a cache list; checks rings against the model's windows."""
     rings = {
         i: (int(entry.max_size), int(getattr(entry, "keep", 0)))
@@ -266,7 +266,7 @@ def _bound(
         limits = set(rings.values())
         if len(rings) < len(entries) or len(limits) != 1 or not next(iter(limits))[1]:
             return None  # sliding layers, as far as one can tell
-        return Bound(*limits.pop())
+        return SizeLimit(*limits.pop())
     windows = {i: layer.window for i, layer in enumerate(geometry.layers)}
     if not any(windows.values()):
         if not rings:
@@ -276,15 +276,15 @@ def _bound(
                 "Some layers of this cache have a size limit and others none or another one "
                 f"({sorted(set(rings.values()))}). Make it with make_prompt_cache."
             )
-        bound = Bound(*rings[0])
+        size_limit = SizeLimit(*rings[0])
         for i, entry in enumerate(entries):
-            whole = read[i].held == Held.all(read[i].held.stop)
+            whole = read[i].held == TokenRanges.all(read[i].held.stop)
             if type(entry).__name__ == "BatchRotatingKVCache" and not whole:
                 raise UnsupportedCacheError(
                     f"Layer {i} uses BatchRotatingKVCache for a limited cache that has dropped "
                     "tokens, and does not remember which first tokens it kept; re-prefill."
                 )
-        return bound
+        return size_limit
     for i, window in windows.items():
         limit = rings.get(i)
         if limit is not None and limit != (window, 0):
@@ -340,7 +340,7 @@ def _read_batch_row(entry: Any, name: str, row: int) -> LayerRows:
             f"Row {row} of layer {name} says that it holds {offset} tokens, but there are "
             f"{n_rows} rows between its padding and the end. {_TRIMMED}"
         )
-    held = Held.last(offset, n_rows)
+    held = TokenRanges.last(offset, n_rows)
     return LayerRows(k[..., start:stop, :], v[..., start:stop, :], held)
 
 

@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvgraft.cache import Bound, CacheSnapshot, place
+from kvgraft.cache import CacheSnapshot, SizeLimit, required_positions
 from kvgraft.errors import GeometryError
 from kvgraft.models.geometry import ModelGeometry
-from kvgraft.models.token_ranges import Held
+from kvgraft.models.token_ranges import TokenRanges
 
-__all__ = ["Handover", "plan_handover"]
+__all__ = ["RequiredRanges", "required_ranges"]
 
 
 @dataclass(frozen=True)
-class Handover:
+class RequiredRanges:
     """Which tokens go where.
 
     Attributes:
         held: Per source layer, the tokens that it holds.
         wanted: Per target layer, the tokens to produce.
-        bound: Limit of the target's cache, if the source's has one.
+        size_limit: Limit of the target's cache, if the source's has one.
     """
 
-    held: Mapping[int, Held]
-    wanted: Mapping[int, Held]
-    bound: Bound | None
+    held: Mapping[int, TokenRanges]
+    wanted: Mapping[int, TokenRanges]
+    size_limit: SizeLimit | None
 
 
-def plan_handover(snapshot: CacheSnapshot, target: ModelGeometry) -> Handover:
+def required_ranges(snapshot: CacheSnapshot, target: ModelGeometry) -> RequiredRanges:
     """Say which tokens each layer of the target needs.
 
     A full layer needs the whole text, a sliding one its window. If the source's
@@ -44,14 +44,17 @@ def plan_handover(snapshot: CacheSnapshot, target: ModelGeometry) -> Handover:
             ``max_kv_size`` and the target has sliding layers: mlx-lm gives such
             models no limited cache.
     """
-    bound = snapshot.bound
-    if bound is not None and any(layer.window is not None for layer in target.layers):
+    size_limit = snapshot.size_limit
+    if size_limit is not None and any(layer.window is not None for layer in target.layers):
         if not snapshot.is_whole:
             raise GeometryError(
-                f"The source's cache was limited to {bound.max_size} tokens and has dropped some; "
-                f"{target.model_type} has sliding layers, for which mlx-lm knows no such limit. "
-                "Re-prefill."
+                f"The source's cache was limited to {size_limit.max_size} tokens and has dropped "
+                f"some; {target.model_type} has sliding layers, for which mlx-lm knows no such "
+                "limit. Re-prefill."
             )
-        bound = None
-    wanted = {i: place(layer, snapshot.offset, bound) for i, layer in enumerate(target.layers)}
-    return Handover(dict(enumerate(snapshot.held)), wanted, bound)
+        size_limit = None
+    wanted = {
+        i: required_positions(layer, snapshot.offset, size_limit)
+        for i, layer in enumerate(target.layers)
+    }
+    return RequiredRanges(dict(enumerate(snapshot.held)), wanted, size_limit)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvgraft.errors import CacheError
-from kvgraft.models.token_ranges import Held
+from kvgraft.models.token_ranges import TokenRanges
 
-__all__ = ["Bound", "CacheSnapshot", "LayerRows", "QuantizedRows"]
+__all__ = ["SizeLimit", "CacheSnapshot", "LayerRows", "QuantizedRows"]
 
 
 @dataclass(frozen=True)
-class Bound:
+class SizeLimit:
     """The limit of a cache that was made with ``max_kv_size``.
 
     Attributes:
@@ -69,7 +69,7 @@ class LayerRows:
 
     keys: mx.array | QuantizedRows
     values: mx.array | QuantizedRows
-    held: Held
+    held: TokenRanges
 
     def pair(self) -> tuple[mx.array, mx.array]:
         """``(keys, values)`` as float arrays; quantised ones are dequantised, lazily."""
@@ -88,12 +88,12 @@ class CacheSnapshot:
         rows: The layers.
         offset: Number of tokens that were read. Full layers hold tokens
             ``0 … offset-1``; see :attr:`held` for the others.
-        bound: The limit of a cache made with ``max_kv_size``, else ``None``.
+        size_limit: The limit of a cache made with ``max_kv_size``, else ``None``.
     """
 
     rows: tuple[LayerRows, ...]
     offset: int
-    bound: Bound | None = None
+    size_limit: SizeLimit | None = None
 
     @property
     def keys(self) -> tuple[mx.array, ...]:
@@ -114,14 +114,14 @@ class CacheSnapshot:
         return [row.pair() for row in self.rows]
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[TokenRanges]:
         """Per layer, the tokens whose rows it holds."""
         return [row.held for row in self.rows]
 
     @property
     def is_whole(self) -> bool:
         """Whether every layer holds every token."""
-        return all(row.held == Held.all(self.offset) for row in self.rows)
+        return all(row.held == TokenRanges.all(self.offset) for row in self.rows)
 
     @property
     def batch_size(self) -> int:
@@ -138,7 +138,7 @@ class CacheSnapshot:
         if any(row.held != self.rows[0].held for row in self.rows):
             raise CacheError(
                 "The layers of this cache hold different tokens (sliding windows), so they "
-                "share no positions. Use its `held`, or kvgraft.cache.map.graft_cache."
+                "share no positions. Use its `held`, or kvgraft.cache.map.map_cache."
             )
         return self.rows[0].held.positions
 

@@ -15,8 +15,8 @@ from kvgraft.cli.sizes import memory_size
 from kvgraft.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from kvgraft.handoff import MemoryBudget, Observation, Policy, Session
-    from kvgraft.models.handle import ModelSlot
+    from kvgraft.handoff import MemoryLimit, Observation, Policy, Session
+    from kvgraft.models.handle import ModelHandle
 
 __all__ = ["add_parser"]
 
@@ -167,7 +167,7 @@ def _session(args: argparse.Namespace) -> Session:
     folders = resolve_model(args.source), resolve_model(args.target)
     if args.top_k:
         _check_top_k(args.top_k, folders)
-    models = {n: _slot(f, args.dtype) for n, f in zip(("from", "to"), folders, strict=True)}
+    models = {n: _handle(f, args.dtype) for n, f in zip(("from", "to"), folders, strict=True)}
     return Session(
         models,
         {} if mapper is None else {("from", "to"): mapper},
@@ -175,7 +175,7 @@ def _session(args: argparse.Namespace) -> Session:
         chat_template=not args.ignore_chat_template,
         sampler=make_sampler(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k),
         logits_processors=make_logits_processors(repetition_penalty=args.repetition_penalty),
-        budget=_budget(args.memory_limit),
+        memory_limit=_memory_limit(args.memory_limit),
         policy=_policy(args),
         head=args.head,
         tail=args.tail,
@@ -206,21 +206,21 @@ def _check_top_k(top_k: int, folders: Sequence[Path]) -> None:
             )
 
 
-def _slot(folder: Path, dtype: str | None) -> ModelSlot:
+def _handle(folder: Path, dtype: str | None) -> ModelHandle:
     import mlx.core as mx
 
-    from kvgraft.models.handle import ModelSlot
+    from kvgraft.models.handle import ModelHandle
 
     if dtype is None and mx.default_device() == mx.Device(mx.cpu):
         # MLX's CPU back end multiplies float16 matrices one element at a time.
         dtype = "float32"
-    return ModelSlot(folder, dtype=None if dtype is None else getattr(mx, dtype))
+    return ModelHandle(folder, dtype=None if dtype is None else getattr(mx, dtype))
 
 
-def _budget(limit: int | None) -> MemoryBudget | None:
-    from kvgraft.handoff import MemoryBudget
+def _memory_limit(limit: int | None) -> MemoryLimit | None:
+    from kvgraft.handoff import MemoryLimit
 
-    return None if limit is None else MemoryBudget(limit)
+    return None if limit is None else MemoryLimit(limit)
 
 
 def _policy(args: argparse.Namespace) -> Policy:

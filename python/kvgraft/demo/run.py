@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.errors import FitError
 from kvgraft.evaluate.nll import ArmResult, run_arms
 from kvgraft.mapper.mapper import Mapper
@@ -88,7 +88,7 @@ class Demo:
 
     def graft(self, source_cache: Sequence[Any]) -> list[Any]:
         """Map a cache of the source, keeping the weights for the next time."""
-        return graft_cache(
+        return map_cache(
             source_cache,
             self.mapper,
             self.target.model,

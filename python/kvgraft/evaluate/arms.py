@@ -38,7 +38,7 @@ __all__ = [
     "random_mapper",
     "raw_layers",
     "raw_pairs",
-    "read_on",
+    "timed_extend",
     "with_ends",
 ]
 
@@ -51,7 +51,7 @@ RAW = "target, source's cache as it is"
 ALONE = "source alone"
 
 PLAIN = (0, 1)
-"""Native tokens at start and end of a hand-over without more: only the last one."""
+"""Native tokens at start and end of a hand-off without more: only the last one."""
 
 Pairs = list[tuple[mx.array, mx.array]]
 """``(keys, values)`` per layer, ``[B, H, N, D]``, keys with RoPE."""
@@ -101,7 +101,7 @@ def assemble(geometry: ModelGeometry, native: Pairs, mapped: Pairs, head: int, e
     return caches.build_cache(geometry, list(zip(joined[::2], joined[1::2], strict=True)))
 
 
-def read_on(model: Any, cache: list[Any], tokens: Sequence[int]) -> float:
+def timed_extend(model: Any, cache: list[Any], tokens: Sequence[int]) -> float:
     """Let the target read tokens on top of a cache; the seconds it took."""
     if not tokens:
         return 0.0

@@ -15,13 +15,13 @@ import mlx.core as mx
 
 from kvgraft.errors import EvaluationError
 
-__all__ = ["EvalFolder"]
+__all__ = ["EvalCheckpoint"]
 
 _IDENTITY = "evaluation.json"
 SourceLayers = dict[int, tuple[mx.array, mx.array]]
 
 
-class EvalFolder:
+class EvalCheckpoint:
     """The folder of one evaluation.
 
     Args:

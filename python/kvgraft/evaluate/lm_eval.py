@@ -5,9 +5,9 @@ from it: the numbers are those of a model that is always handed over to. It need
 ``pip install "kvgraft[lm-eval]"``, and both models in memory::
 
     import lm_eval
-    from kvgraft.quality.harness import GraftedLM
+    from kvgraft.quality.harness import MappedLM
 
-    lm = GraftedLM("SOURCE", "TARGET", "large-to-small")
+    lm = MappedLM("SOURCE", "TARGET", "large-to-small")
     print(lm_eval.simple_evaluate(lm, tasks=["arc_easy", "hellaswag"], limit=200)["results"])
 """
 
@@ -21,19 +21,19 @@ import mlx.core as mx
 from mlx_lm.evaluate import MLXLM
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
-from kvgraft.models.forward import prefill, read_on
+from kvgraft.models.forward import extend_cache, prefill
 from kvgraft.models.loading import LoadedModel, check_tokenizers, load_model
 from kvgraft.models.probe import read_geometry
 
-__all__ = ["GraftedLM"]
+__all__ = ["MappedLM"]
 
 _DEFAULT_TOKENS = 256
 
 
-class GraftedLM(MLXLM):
+class MappedLM(MLXLM):
     """A target model that knows each prompt from a mapped cache alone.
 
     Contexts too short to leave anything to map are read by the target itself. What
@@ -96,10 +96,10 @@ class GraftedLM(MLXLM):
         end = len(tokens) - self._tail
         if end <= self._head or end < 1:
             short: list[Any] = make_prompt_cache(self._model)
-            read_on(self._model, tokens[:-1], short)
+            extend_cache(self._model, tokens[:-1], short)
             return short
         own = prefill(self._model, tokens[: self._head]) if self._head else None
-        cache = graft_cache(
+        cache = map_cache(
             prefill(self._source, tokens[:end]),
             self._mapper,
             self._model,
@@ -107,7 +107,7 @@ class GraftedLM(MLXLM):
             unload_after=False,
             head=own,
         )
-        read_on(self._model, tokens[end:-1], cache)
+        extend_cache(self._model, tokens[end:-1], cache)
         return cache
 
     def _process_prompt(self, prompt: Any, step_size: int = 2048) -> tuple[mx.array, list[Any]]:

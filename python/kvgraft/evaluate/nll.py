@@ -63,7 +63,7 @@ def prefix_nll(
     """NLL of ``tokens[prefix:]`` with the cache that ``make_cache`` gives.
 
     ``make_cache`` gets ``tokens[:prefix - 1]``: the last token of the prefix is
-    always read by the model itself, as it is in a hand-over.
+    always read by the model itself, as it is in a hand-off.
     """
     cache = make_cache(tokens[: prefix - 1])
     return continuation_nll(model, cache, tokens[prefix - 1 :])

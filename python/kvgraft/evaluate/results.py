@@ -79,7 +79,7 @@ class EvalConfig:
 
     @property
     def ends(self) -> list[tuple[int, int]]:
-        """Pairs (head, tail) to try; always with the plain hand-over."""
+        """Pairs (head, tail) to try; always with the plain hand-off."""
         return sorted({PLAIN} | {(h, t) for h in self.heads for t in self.tails})
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from kvgraft.errors import CacheError, EvaluationError
 from kvgraft.evaluate import arms
 from kvgraft.evaluate import timing as speed
 from kvgraft.evaluate.attention import Seen, attention_cosines, watched_attention
-from kvgraft.evaluate.checkpoint import EvalFolder, SourceLayers
+from kvgraft.evaluate.checkpoint import EvalCheckpoint, SourceLayers
 from kvgraft.evaluate.importance import source_shares
 from kvgraft.evaluate.metrics import TokenScores, Variance, score_tokens
 from kvgraft.evaluate.native_ends import choose_policy, search
@@ -217,7 +217,7 @@ def _folder(
     identities: tuple[ModelIdentity, ModelIdentity],
     text: HeldoutText,
     config: EvalConfig,
-) -> Iterator[EvalFolder]:
+) -> Iterator[EvalCheckpoint]:
     identity = {
         "mapper": mapper_digest(mapper),
         "source": identities[0].to_dict(),
@@ -227,9 +227,9 @@ def _folder(
     }
     if work is None:
         with tempfile.TemporaryDirectory(prefix="kvgraft-eval-") as name:
-            yield EvalFolder(Path(name), identity)
+            yield EvalCheckpoint(Path(name), identity)
         return
-    folder = EvalFolder(Path(work), identity)
+    folder = EvalCheckpoint(Path(work), identity)
     yield folder
     folder.empty()
 
@@ -253,7 +253,7 @@ class _Run:
         text: HeldoutText,
         tasks: list[NeedleTask],
         config: EvalConfig,
-        folder: EvalFolder,
+        folder: EvalCheckpoint,
         clock: _Clock,
     ) -> None:
         self.mapper, self.path, self.text, self.tasks = mapper, path, text, tasks
@@ -398,7 +398,7 @@ class _Run:
                     cache = arms.assemble(geometry, native, pairs, head, cfg.prefix - tail)
                 except CacheError:
                     return TokenScores.broken(len(following))
-                took = arms.read_on(model, cache, tokens[cfg.prefix - tail : at])
+                took = arms.timed_extend(model, cache, tokens[cfg.prefix - tail : at])
                 if tail > 1:
                     seconds[f"tail {tail}"] = took
             logits = model(mx.array([tokens[at:-1]]), cache=cache)[0]

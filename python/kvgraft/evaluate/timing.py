@@ -1,4 +1,4 @@
-"""Seconds of a hand-over against seconds of reading again, on this machine."""
+"""Seconds of a hand-off against seconds of reading again, on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvgraft import cache as caches
-from kvgraft.evaluate.arms import read_on
+from kvgraft.evaluate.arms import timed_extend
 from kvgraft.evaluate.checkpoint import SourceLayers
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.transfer import iter_transfer
@@ -94,7 +94,7 @@ def time_length(
             cache = mapped(mapper, False)
             for entry in cache:
                 entry.trim(tail)
-            times.append(read_on(model, cache, text[n - tail :]))
+            times.append(timed_extend(model, cache, text[n - tail :]))
         native += statistics.median(times[1:])
     row["native_seconds"] = native
     row["handoff_warm_seconds"] = warm + native
@@ -122,7 +122,7 @@ def _time(work: Callable[[], Any], repeats: int) -> tuple[float, int]:
 
 
 def break_even(rows: Sequence[dict[str, Any]], kind: str) -> dict[str, Any] | None:
-    """From how many tokens on the hand-over is faster than reading again.
+    """From how many tokens on the hand-off is faster than reading again.
 
     Between measured lengths the difference is taken to be straight.
 

@@ -124,7 +124,7 @@ def _workspace(target: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}{_MARK}", dir=target.parent))
     handle = os.open(work, os.O_RDONLY)
     try:
-        # Held while we work: another save can tell this folder from a stale one.
+        # TokenRanges while we work: another save can tell this folder from a stale one.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield work
     finally:

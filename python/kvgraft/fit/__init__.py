@@ -5,7 +5,7 @@ text → capture → moments → select and solve → :class:`kvgraft.Mapper`
 
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.layer_ranking import LayerScores, score_layers
-from kvgraft.fit.memory_plan import FitPlan, plan_fit
+from kvgraft.fit.memory_plan import FitMemoryPlan, plan_fit_memory
 from kvgraft.fit.moments import LayerRows, Moments, MomentSet
 from kvgraft.fit.pipeline import (
     Forecast,
@@ -22,7 +22,7 @@ from kvgraft.text.corpus import CalibrationText, TextSource, parse_source, read_
 __all__ = [
     "CalibrationText",
     "FitConfig",
-    "FitPlan",
+    "FitMemoryPlan",
     "Forecast",
     "GatheredMoments",
     "LayerRows",
@@ -36,7 +36,7 @@ __all__ = [
     "forecast",
     "gather",
     "parse_source",
-    "plan_fit",
+    "plan_fit_memory",
     "read_text",
     "score_layers",
     "solve_mapper",

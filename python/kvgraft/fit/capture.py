@@ -23,7 +23,7 @@ from kvgraft.models.rope import RopeTable, rotate_pairs
 from kvgraft.models.vocabulary import check_tokens
 from kvgraft.option_names import named
 
-__all__ = ["CachedRows", "Stripper", "capture", "row_positions"]
+__all__ = ["CachedRows", "FeatureExtractor", "capture", "row_positions"]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _arrays(entry: Any, layer: int, n_tokens: int) -> tuple[mx.array, mx.array]:
     return keys[:, :, :n_tokens], values[:, :, :n_tokens]
 
 
-class Stripper:
+class FeatureExtractor:
     """Turns cached rows into features: float32, RoPE off the keys, checked.
 
     Args:

@@ -23,14 +23,14 @@ from kvgraft.fit.capture import CachedRows
 from kvgraft.fit.moments import Moments
 from kvgraft.option_names import named
 
-__all__ = ["WorkFolder"]
+__all__ = ["FitCheckpoint"]
 
 FORMAT_VERSION = 1
 _ROWS = re.compile(r"rows-\w+-\d{6}\.safetensors")
 _MOMENTS = re.compile(r"moments-\d+-\d{6}-\w+-\d+\.safetensors")
 
 
-class WorkFolder:
+class FitCheckpoint:
     """The folder of one fit.
 
     Args:

@@ -17,7 +17,7 @@ from kvgraft.fit.moments import KINDS, Columns, Moments, common_heads
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.option_names import named
 
-__all__ = ["FitPlan", "Part", "plan_fit", "solve_bytes"]
+__all__ = ["FitMemoryPlan", "Part", "plan_fit_memory", "solve_bytes"]
 
 _WORKING_BYTES = 256 << 20
 """Allowed for a model's activations and the interpreter; an estimate."""
@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class FitPlan:
+class FitMemoryPlan:
     """How a fit goes about its memory.
 
     Attributes:
@@ -95,7 +95,7 @@ class FitPlan:
         return lines
 
 
-def plan_fit(
+def plan_fit_memory(
     source: ModelGeometry,
     target: ModelGeometry,
     config: FitConfig,
@@ -103,7 +103,7 @@ def plan_fit(
     model_bytes: tuple[int, int] = (0, 0),
     rows: int | None = None,
     sequences: int | None = None,
-) -> FitPlan:
+) -> FitMemoryPlan:
     """Plan a fit's memory, and split it into passes where a limit asks for it.
 
     Args:
@@ -123,11 +123,11 @@ def plan_fit(
     if structure == "auto" and config.plan == "auto":
         facts: dict[str, Any] = {"model_bytes": model_bytes, "rows": rows, "sequences": sequences}
         try:
-            return plan_fit(source, target, replace(config, structure="full"), **facts)
+            return plan_fit_memory(source, target, replace(config, structure="full"), **facts)
         except FitError:
             if n_heads is None:
                 raise
-        return plan_fit(source, target, replace(config, structure="heads"), **facts)
+        return plan_fit_memory(source, target, replace(config, structure="heads"), **facts)
     if structure == "auto":
         structure = "heads" if config.plan == "local" and n_heads is not None else "full"
     if rows is None:
@@ -143,9 +143,9 @@ def plan_fit(
     per_sequence = len(range(config.skip, config.seq_len, config.stride))
     base_disk = n_sequences * per_sequence * source_row_bytes if config.sequential else 0
 
-    def build(passes: Sequence[Sequence[Part]], spill: bool) -> FitPlan:
+    def build(passes: Sequence[Sequence[Part]], spill: bool) -> FitMemoryPlan:
         total = sum(part.nbytes for one in passes for part in one)
-        return FitPlan(
+        return FitMemoryPlan(
             structure,
             tuple(tuple(one) for one in passes),
             spill,

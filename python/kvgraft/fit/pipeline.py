@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from kvgraft.cache import check_mappable
 from kvgraft.errors import FitError, GeometryError, QualityWarning
-from kvgraft.fit.capture import CachedRows, Stripper, capture, row_positions
-from kvgraft.fit.checkpoint import WorkFolder
+from kvgraft.fit.capture import CachedRows, FeatureExtractor, capture, row_positions
+from kvgraft.fit.checkpoint import FitCheckpoint
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.diagnostics import doubts
 from kvgraft.fit.layer_ranking import LayerScores, score_layers
-from kvgraft.fit.memory_plan import FitPlan, Part, plan_fit, solve_bytes
+from kvgraft.fit.memory_plan import FitMemoryPlan, Part, plan_fit_memory, solve_bytes
 from kvgraft.fit.moments import KINDS, LayerRows, Moments, MomentSet, common_heads
 from kvgraft.fit.search import Documents, choose, read_documents, trace, with_own
 from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper, storage_problem
@@ -283,7 +283,7 @@ class Forecast:
         notes: What a user should be told.
     """
 
-    plan: FitPlan
+    plan: FitMemoryPlan
     time: FitTime
     sequences: int
     notes: tuple[str, ...]
@@ -341,7 +341,7 @@ def forecast(
         notes, sequences = (*notes, *calibration.notes), len(calibration)
         rows_fitted = int((~calibration.heldout).sum()) * len(positions)
     geometries = sides[0].geometry, sides[1].geometry
-    plan = plan_fit(
+    plan = plan_fit_memory(
         *geometries,
         cfg,
         model_bytes=(sides[0].nbytes, sides[1].nbytes),
@@ -391,7 +391,7 @@ def _gathered(
     mine = list(range(rank, len(calibration), size))
     positions = row_positions(calibration.seq_len, config.stride, config.skip)
     n_fit = int((~calibration.heldout).sum()) * len(positions)
-    plan = plan_fit(
+    plan = plan_fit_memory(
         sides[0].geometry,
         sides[1].geometry,
         replace(config, seq_len=calibration.seq_len),
@@ -444,7 +444,7 @@ class _LastStage:
     """From moments to the mapper, while the target may still be there."""
 
     config: FitConfig
-    plan: FitPlan
+    plan: FitMemoryPlan
     sides: tuple[_Side, _Side]
     documents: Documents | None
     gatherer: _Gatherer
@@ -640,12 +640,12 @@ class _Clock:
 @contextmanager
 def _work_folder(
     given: str | os.PathLike[str] | None,
-    plan: FitPlan,
+    plan: FitMemoryPlan,
     sides: tuple[_Side, _Side],
     text: CalibrationText,
     config: FitConfig,
     keep: bool,
-) -> Iterator[WorkFolder | None]:
+) -> Iterator[FitCheckpoint | None]:
     """The user's folder, a temporary one where the plan needs one, or none."""
     if given is None and not plan.spill and not plan.sequential:
         yield None
@@ -658,7 +658,7 @@ def _work_folder(
         # A save is written beside the one before it.
         saves = 0 if given is None or plan.spill else 2 * plan.moment_bytes
         _check_space(path, plan.disk_bytes + saves)
-        folder = WorkFolder(path, _identity(plan, sides, text, config))
+        folder = FitCheckpoint(path, _identity(plan, sides, text, config))
         yield folder
         # Not in a finally: an interrupted fit keeps what it has.
         if not keep:
@@ -681,7 +681,7 @@ def _check_space(path: Path, needed: int) -> None:
 
 
 def _identity(
-    plan: FitPlan, sides: tuple[_Side, _Side], text: CalibrationText, config: FitConfig
+    plan: FitMemoryPlan, sides: tuple[_Side, _Side], text: CalibrationText, config: FitConfig
 ) -> dict[str, Any]:
     """What must be the same for a fit to be continued."""
     return {
@@ -714,8 +714,8 @@ class _Gatherer:
         text: CalibrationText,
         mine: list[int],
         config: FitConfig,
-        plan: FitPlan,
-        folder: WorkFolder | None,
+        plan: FitMemoryPlan,
+        folder: FitCheckpoint | None,
         clock: _Clock,
         group: mx.distributed.Group | None,
     ) -> None:
@@ -728,7 +728,7 @@ class _Gatherer:
         self._clock = clock
         self._positions = row_positions(text.seq_len, config.stride, config.skip)
         self._strip = [
-            Stripper(s.geometry, self._positions, s.who, content_space=config.content_space)
+            FeatureExtractor(s.geometry, self._positions, s.who, content_space=config.content_space)
             for s in sides
         ]
         self._config = config
@@ -957,7 +957,9 @@ def fit_arrays(
             for side, geometry, who in zip(
                 rows, (source_geometry, target_geometry), ("source", "target"), strict=True
             ):
-                strip = Stripper(geometry, at[start:stop], who, content_space=cfg.content_space)
+                strip = FeatureExtractor(
+                    geometry, at[start:stop], who, content_space=cfg.content_space
+                )
                 features.append(
                     strip(
                         CachedRows(

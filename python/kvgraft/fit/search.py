@@ -56,7 +56,7 @@ class Documents:
     Attributes:
         tokens: ``[n, length]`` token ids.
         prefix: Tokens before the scored part. The caches hold one less: the last
-            one is read by the target itself, as in a hand-over.
+            one is read by the target itself, as in a hand-off.
         source: The source's cached keys and values of each document, per layer.
         native: Loss per document of the target with its own cache.
         without: Loss per document of the target on the scored part alone.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvgraft.fit.config import FitConfig
-from kvgraft.fit.memory_plan import FitPlan
+from kvgraft.fit.memory_plan import FitMemoryPlan
 from kvgraft.fit.moments import KINDS, Columns, common_heads
 from kvgraft.fit.search import ks_to_try, plans_to_try
 from kvgraft.models.geometry import ModelGeometry
@@ -62,7 +62,7 @@ def measure_blas(size: int = 1024) -> BlasRate:
 
 
 def estimate_time(
-    plan: FitPlan,
+    plan: FitMemoryPlan,
     source: ModelGeometry,
     target: ModelGeometry,
     config: FitConfig,

@@ -49,7 +49,7 @@ _NAME = "scaled_dot_product_attention"
 def boundaries(seq_len: int, count: int = N_BOUNDARIES) -> NDArray[np.int32]:
     """Positions of the queries: log-spaced, from 12 to the last token.
 
-    Each stands for a hand-over before it: the query is the first token that the
+    Each stands for a hand-off before it: the query is the first token that the
     target reads itself.
     """
     first = min(_FIRST, max(1, seq_len // 2))

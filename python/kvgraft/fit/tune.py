@@ -135,7 +135,9 @@ def tune(
     before = float(np.mean(divergence(mapper, heldout, model, geometry)))
     trace = [(0, before)]
     best: tuple[float, int, Mapper] = (before, 0, mapper)
-    shelf = _Shelf(training, model, distinct, kept_bytes if steps * batch > (distinct or 0) else 0)
+    shelf = _DocumentCache(
+        training, model, distinct, kept_bytes if steps * batch > (distinct or 0) else 0
+    )
     start = _Start(mapper, shelf(0)[0])
     params: Params = start.zeros()
     optimizer = optim.Adam(learning_rate=_schedule(config.tune_rate, steps), betas=[0.9, 0.99])
@@ -182,7 +184,7 @@ def _schedule(rate: float, steps: int) -> Any:
     return optim.join_schedules([optim.linear_schedule(rate / rise, rate, rise), fall], [rise])
 
 
-class _Shelf:
+class _DocumentCache:
     """Training documents with what the target makes of its own cache of them."""
 
     def __init__(

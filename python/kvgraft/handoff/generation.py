@@ -12,11 +12,11 @@ from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.errors import HandoffError
-from kvgraft.handoff.memory import MemoryBudget
+from kvgraft.handoff.memory import MemoryLimit
 from kvgraft.handoff.repair import Repair
 from kvgraft.handoff.state import GenerationState, LogitsProcessor, Sampler
-from kvgraft.models.forward import read_on
-from kvgraft.models.handle import ModelSlot, ModelSource
+from kvgraft.models.forward import extend_cache
+from kvgraft.models.handle import ModelHandle, ModelSource
 from kvgraft.models.vocabulary import check_tokens
 
 __all__ = ["Generation"]
@@ -60,7 +60,7 @@ class Generation:
     @classmethod
     def start(
         cls,
-        model: ModelSource | ModelSlot,
+        model: ModelSource | ModelHandle,
         prompt: Sequence[int],
         *,
         sampler: Sampler | None = None,
@@ -116,12 +116,12 @@ class Generation:
         """
         state = self.state
         if state.cache is None:
-            state.cache = make_prompt_cache(state.slot.model, state.max_kv_size)
+            state.cache = make_prompt_cache(state.handle.model, state.max_kv_size)
         unread = state.tokens[state.n_cached : -1]
-        read_on(state.slot.model, unread, state.cache, step=self._prefill_step)
+        extend_cache(state.handle.model, unread, state.cache, step=self._prefill_step)
         state.settle()
 
-    def repair(self, *, chunk: int = 64, budget: MemoryBudget | None = None) -> bool:
+    def repair(self, *, chunk: int = 64, memory_limit: MemoryLimit | None = None) -> bool:
         """Replace the mapped cache by a native one while tokens come out of it.
 
         From now on the model also reads the conversation itself, ``chunk`` tokens
@@ -132,7 +132,7 @@ class Generation:
         Args:
             chunk: Tokens read per emitted token. Larger: sooner done, slower
                 tokens until then.
-            budget: Don't begin if the second cache would not fit.
+            memory_limit: Don't begin if the second cache would not fit.
 
         Returns:
             Whether there is anything to repair, and room for it.
@@ -140,7 +140,7 @@ class Generation:
         state = self.state
         if not state.n_mapped:
             return False
-        state.repair = Repair.begin(state, chunk=chunk, budget=budget)
+        state.repair = Repair.begin(state, chunk=chunk, memory_limit=memory_limit)
         if state.repair is None:
             self._note("no background repair: a second cache does not fit the memory limit")
         return state.repair is not None
@@ -206,7 +206,7 @@ class Generation:
                     "the cache has dropped tokens and cannot go back by one; the conversation is "
                     "read again"
                 )
-        model = state.slot.model
+        model = state.handle.model
         check_tokens(model, state.tokens)
         if state.cache is None:
             state.cache = make_prompt_cache(model, state.max_kv_size)

@@ -1,9 +1,9 @@
-"""Counting the memory of a hand-over, and holding it to a limit.
+"""Counting the memory of a hand-off, and holding it to a limit.
 
 ``mx.set_memory_limit`` is a guideline: MLX goes past it rather than fail. An
 application that may not (iOS, a machine shared with others) needs its own
 account, so weights, caches, mapper and working buffers are counted from their
-shapes before a hand-over, and MLX's allocator is read while it runs.
+shapes before a hand-off, and MLX's allocator is read while it runs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvgraft.errors import MemoryBudgetError
+from kvgraft.errors import MemoryLimitError
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.geometry import ModelGeometry
 
 __all__ = [
-    "MemoryBudget",
+    "MemoryLimit",
     "MemoryPlan",
     "Stage",
     "cache_bytes",
@@ -64,7 +64,7 @@ def mapper_bytes(mapper: Mapper) -> int:
 
 @dataclass(frozen=True)
 class Stage:
-    """Memory at one moment of a hand-over.
+    """Memory at one moment of a hand-off.
 
     Attributes:
         name: What happens then.
@@ -77,7 +77,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a hand-over will hold, moment by moment, counted from shapes.
+    """What a hand-off will hold, moment by moment, counted from shapes.
 
     Attributes:
         stages: In order.
@@ -107,7 +107,7 @@ def plan_memory(
     keep_cache: bool = False,
     other: int = 0,
 ) -> MemoryPlan:
-    """Count a hand-over before it is begun.
+    """Count a hand-off before it is begun.
 
     Args:
         source_weights: Bytes of the source's weights.
@@ -158,7 +158,7 @@ def _layer_work(mapper: Mapper, n_tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class MemoryBudget:
+class MemoryLimit:
     """What an application may hold in MLX arrays.
 
     Attributes:
@@ -180,21 +180,21 @@ class MemoryBudget:
         return self.limit - self.reserve
 
     def fits(self, plan: MemoryPlan) -> bool:
-        """Whether a planned hand-over stays within the limit."""
+        """Whether a planned hand-off stays within the limit."""
         return plan.peak <= self.usable
 
     def check(self, doing: str) -> None:
         """Compare what is held now with the limit.
 
         Raises:
-            MemoryBudgetError: If it is over, even with MLX's unused buffers given
+            MemoryLimitError: If it is over, even with MLX's unused buffers given
                 back.
         """
         if self.observe() > self.limit:
             mx.clear_cache()
             held = self.observe()
             if held > self.limit:
-                raise MemoryBudgetError(
+                raise MemoryLimitError(
                     f"{held / 1e6:.1f} MB are held while {doing}; the limit is "
                     f"{self.limit / 1e6:.1f} MB."
                 )

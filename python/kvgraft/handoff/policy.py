@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Observation", "Policy", "Rung", "memory_policy"]
+__all__ = ["Observation", "Policy", "ModelOption", "memory_policy"]
 
 
 @dataclass(frozen=True)
-class Rung:
+class ModelOption:
     """One of the models to choose from.
 
     Attributes:
@@ -38,7 +38,7 @@ class Observation:
         used: Bytes in use now, everything that counts against the limit.
         limit: Bytes that may be in use.
         current: Name of the model that runs.
-        rungs: The models, largest first, the current one included.
+        model_options: The models, largest first, the current one included.
         pressures: ``used / limit`` after each recent token, oldest first, this
             one included, since the last switch.
         steps_since_switch: Tokens since the last switch, or since the start.
@@ -48,7 +48,7 @@ class Observation:
     used: int
     limit: int
     current: str
-    rungs: tuple[Rung, ...]
+    model_options: tuple[ModelOption, ...]
     pressures: Sequence[float]
     steps_since_switch: int
     has_switched: bool = False
@@ -95,11 +95,11 @@ def memory_policy(
         )
 
     def decide(seen: Observation) -> str | None:
-        names = [rung.name for rung in seen.rungs]
+        names = [option.name for option in seen.model_options]
         here = names.index(seen.current)
         waiting = seen.has_switched and seen.steps_since_switch < cooldown
         if seen.pressure >= down_at:
-            smaller = seen.rungs[here + 1 :]
+            smaller = seen.model_options[here + 1 :]
             if not smaller or (waiting and seen.pressure < critical):
                 return None
             fitting = [r for r in smaller if _fits(r, seen.limit, down_at)]
@@ -107,12 +107,12 @@ def memory_policy(
         calm = len(seen.pressures) >= hold and max(seen.pressures[-hold:]) <= up_at
         if waiting or not calm:
             return None
-        larger = [r for r in seen.rungs[:here] if _fits(r, seen.limit, down_at)]
+        larger = [r for r in seen.model_options[:here] if _fits(r, seen.limit, down_at)]
         return larger[0].name if larger else None
 
     return decide
 
 
-def _fits(rung: Rung, limit: int, down_at: float) -> bool:
+def _fits(option: ModelOption, limit: int, down_at: float) -> bool:
     # Below down_at, or the next token would send it back.
-    return rung.peak <= limit and rung.nbytes < down_at * limit
+    return option.peak <= limit and option.nbytes < down_at * limit

@@ -8,9 +8,9 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft import cache as caches
-from kvgraft.handoff.memory import MemoryBudget, token_bytes
+from kvgraft.handoff.memory import MemoryLimit, token_bytes
 from kvgraft.handoff.state import GenerationState
-from kvgraft.models.forward import read_on
+from kvgraft.models.forward import extend_cache
 
 __all__ = ["Repair"]
 
@@ -26,19 +26,22 @@ class Repair:
     def __init__(self, state: GenerationState, *, chunk: int) -> None:
         if chunk < 2:
             raise ValueError(f"A repair must read at least 2 tokens per step, got {chunk}.")
-        self._model = state.slot.model
+        self._model = state.handle.model
         self._chunk = chunk
         self._cache: list[Any] = make_prompt_cache(self._model, state.max_kv_size)
 
     @classmethod
     def begin(
-        cls, state: GenerationState, *, chunk: int, budget: MemoryBudget | None
+        cls, state: GenerationState, *, chunk: int, memory_limit: MemoryLimit | None
     ) -> Repair | None:
-        """A repair, or ``None`` if its cache would not fit the budget."""
-        if budget is not None:
+        """A repair, or ``None`` if its cache would not fit the memory_limit."""
+        if memory_limit is not None:
             # Room to grow: both caches get longer until the swap.
             n = len(state.tokens) + 256 + len(state.tokens) // chunk
-            if budget.observe() + n * token_bytes(state.slot.geometry) > budget.usable:
+            if (
+                memory_limit.observe() + n * token_bytes(state.handle.geometry)
+                > memory_limit.usable
+            ):
                 return None
         return cls(state, chunk=chunk)
 
@@ -62,5 +65,5 @@ class Repair:
             The native cache of all of ``tokens`` once it has caught up.
         """
         done = self.n_read
-        read_on(self._model, tokens[done : done + self._chunk], self._cache)
+        extend_cache(self._model, tokens[done : done + self._chunk], self._cache)
         return self._cache if self.n_read == len(tokens) else None

@@ -14,12 +14,12 @@ import mlx.core as mx
 
 from kvgraft.errors import ArgumentError, HandoffError
 from kvgraft.handoff.generation import Generation
-from kvgraft.handoff.memory import MemoryBudget, cache_bytes, plan_memory, token_bytes
-from kvgraft.handoff.policy import Observation, Policy, Rung
+from kvgraft.handoff.memory import MemoryLimit, cache_bytes, plan_memory, token_bytes
+from kvgraft.handoff.policy import ModelOption, Observation, Policy
 from kvgraft.handoff.state import GenerationState, LogitsProcessor, Sampler, Span, cut
 from kvgraft.handoff.switch import SwitchReport, switch
 from kvgraft.mapper.mapper import Mapper
-from kvgraft.models.handle import ModelSlot, ModelSource
+from kvgraft.models.handle import ModelHandle, ModelSource
 from kvgraft.models.loading import ModelIdentity
 
 __all__ = ["Session", "Turn"]
@@ -39,9 +39,9 @@ class Turn:
             came out of a cache, native or mapped.
         read: Of these, tokens that were read.
         generated: Tokens of the reply.
-        seconds_to_first: From the call to the first token, hand-overs included.
+        seconds_to_first: From the call to the first token, hand-offs included.
         seconds: From the call to the last token.
-        switches: Hand-overs, in order.
+        switches: Hand-offs, in order.
         native: Rows of the cache at the end that the model computed itself.
         mapped: Rows that were mapped.
         events: What went wrong and was mended.
@@ -76,7 +76,7 @@ class Session:
 
     Args:
         models: Models by name, largest first. Folders, repositories and functions
-            are loaded when needed and released on a hand-over; live models stay
+            are loaded when needed and released on a hand-off; live models stay
             in memory.
         mappers: Mapper, or its path, by ``(source, target)``. Where there is none,
             the target reads the conversation.
@@ -86,7 +86,7 @@ class Session:
             or without a template, the model goes on with the plain text.
         sampler: As for ``mlx_lm.generate``.
         logits_processors: As for ``mlx_lm.generate``.
-        budget: Memory limit.
+        memory_limit: Memory limit.
         policy: Called after each token; a name that it returns is switched to at
             once. See :func:`~kvgraft.handoff.memory_policy`.
         head: See :func:`~kvgraft.handoff.switch`.
@@ -95,9 +95,9 @@ class Session:
         force: See :func:`~kvgraft.handoff.switch`.
         keep_source: Keep a model that is switched away from in memory.
         keep_caches: Keep the cache of a model that was switched away from, so that
-            coming back maps only what is new. Given up under a budget when more
+            coming back maps only what is new. Given up under a memory_limit when more
             than half of it is in use.
-        repair: Tokens to read natively per generated token after a hand-over,
+        repair: Tokens to read natively per generated token after a hand-off,
             until the mapped cache is replaced; 0 for no repair.
         prefill_step: Tokens per forward pass while reading.
 
@@ -107,7 +107,7 @@ class Session:
 
     def __init__(
         self,
-        models: Mapping[str, ModelSource | ModelSlot],
+        models: Mapping[str, ModelSource | ModelHandle],
         mappers: Mapping[tuple[str, str], Mapper | str | os.PathLike[str]] | None = None,
         *,
         start: str | None = None,
@@ -115,7 +115,7 @@ class Session:
         chat_template: bool = True,
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
-        budget: MemoryBudget | None = None,
+        memory_limit: MemoryLimit | None = None,
         policy: Policy | None = None,
         head: int | None = None,
         tail: int | None = None,
@@ -128,17 +128,17 @@ class Session:
     ) -> None:
         if not models:
             raise ArgumentError("A session needs at least one model.")
-        self._slots = {name: ModelSlot.of(source) for name, source in models.items()}
-        for name, slot in self._slots.items():
-            slot.name = slot.name or name
+        self._handles = {name: ModelHandle.of(source) for name, source in models.items()}
+        for name, handle in self._handles.items():
+            handle.name = handle.name or name
         self._mappers = dict(mappers or {})
         for pair in self._mappers:
             for name in pair:
                 self._check_name(name)
-        self._current = next(iter(self._slots)) if start is None else start
+        self._current = next(iter(self._handles)) if start is None else start
         self._check_name(self._current)
         self._wanted: str | None = None
-        self._budget, self._policy = budget, policy
+        self._memory_limit, self._policy = memory_limit, policy
         self._options: dict[str, Any] = {
             "head": head, "tail": tail, "max_mapped": max_mapped, "force": force,
             "prefill_step": prefill_step,
@@ -218,7 +218,7 @@ class Session:
         yield from self._talking
 
     def _listen(self, turn: Turn, read_first: bool) -> GenerationState:
-        """The state to reply from, after a hand-over if one was asked for."""
+        """The state to reply from, after a hand-off if one was asked for."""
         state = self._begin_turn()
         before = state.n_cached
         if self._wanted not in (None, self._current):
@@ -240,9 +240,9 @@ class Session:
         self, state: GenerationState, turn: Turn, max_tokens: int, started: float
     ) -> Iterator[str]:
         pieces: list[str] = []
-        identity = state.slot.identity
-        detokenizer = _detokenizer(state.slot)
-        stops = set(state.slot.tokenizer.eos_token_ids)
+        identity = state.handle.identity
+        detokenizer = _detokenizer(state.handle)
+        stops = set(state.handle.tokenizer.eos_token_ids)
         run = self._run(state, turn, max_tokens)
         try:
             while (token := next(run, None)) is not None:
@@ -260,14 +260,14 @@ class Session:
                     state = self._move(run.stop(), turn)
                     turn.events += run.events
                     run = self._run(state, turn, max_tokens - turn.generated)
-                    stops = set(state.slot.tokenizer.eos_token_ids)
-                    if not _same_tokenizer(identity, state.slot.identity):
+                    stops = set(state.handle.tokenizer.eos_token_ids)
+                    if not _same_tokenizer(identity, state.handle.identity):
                         # Else one for the whole reply: a character may be spread
                         # over the switch.
                         detokenizer.finalize()
                         pieces.append(detokenizer.last_segment)
                         yield pieces[-1]
-                        identity, detokenizer = state.slot.identity, _detokenizer(state.slot)
+                        identity, detokenizer = state.handle.identity, _detokenizer(state.handle)
             detokenizer.finalize()
             pieces.append(detokenizer.last_segment)
             if pieces[-1]:
@@ -286,23 +286,23 @@ class Session:
     def _run(self, state: GenerationState, turn: Turn, max_tokens: int) -> Generation:
         run = Generation(state, max_tokens=max_tokens, prefill_step=self._prefill_step)
         if self._repair_chunk and state.repair is None and state.n_mapped:
-            run.repair(chunk=self._repair_chunk, budget=self._budget)
+            run.repair(chunk=self._repair_chunk, memory_limit=self._memory_limit)
         return run
 
     # ------------------------------------------------------------------------- turns
 
     def _begin_turn(self) -> GenerationState:
         """The state with the new message in it, and what is cached of it."""
-        slot = self._slots[self._current]
-        slot.model  # noqa: B018 - the tokenizer comes with it
+        handle = self._handles[self._current]
+        handle.model  # noqa: B018 - the tokenizer comes with it
         if self._state is None:
-            self._state = GenerationState(slot, [], None, self._sampler, self._processors)
+            self._state = GenerationState(handle, [], None, self._sampler, self._processors)
         self._show_messages(self._state)
         return self._state
 
     def _show_messages(self, state: GenerationState) -> None:
         """Make the state's tokens those of the messages, and keep the cache that they share."""
-        tokens = self._render(state.slot.tokenizer, state.slot.name)
+        tokens = self._render(state.handle.tokenizer, state.handle.name)
         if not tokens:
             raise ArgumentError("The conversation is empty: there is nothing to reply to.")
         # Templates may render an earlier reply otherwise than it was generated.
@@ -337,37 +337,37 @@ class Session:
         return self._wanted is not None
 
     def _observe(self, state: GenerationState) -> Observation:
-        limit = self._budget.usable if self._budget else _machine_bytes()
-        budget = self._budget or MemoryBudget(limit)
-        used = budget.observe()
+        limit = self._memory_limit.usable if self._memory_limit else _machine_bytes()
+        memory_limit = self._memory_limit or MemoryLimit(limit)
+        used = memory_limit.observe()
         if used > 0.8 * limit:
             mx.clear_cache()  # buffers kept for reuse are no pressure
             self._parked.clear()
-            used = budget.observe()
+            used = memory_limit.observe()
         self._pressures.append(used / limit)
         return Observation(
-            used, limit, self._current, tuple(self._rungs(state, used)),
+            used, limit, self._current, tuple(self._model_options(state, used)),
             tuple(self._pressures), self._steps, self._has_switched,
         )  # fmt: skip
 
-    def _rungs(self, state: GenerationState, used: int) -> Iterator[Rung]:
+    def _model_options(self, state: GenerationState, used: int) -> Iterator[ModelOption]:
         held, n = cache_bytes(state.cache), len(state.tokens)
-        weights = state.slot.nbytes or 0
-        for name, slot in self._slots.items():
+        weights = state.handle.nbytes or 0
+        for name, handle in self._handles.items():
             if name == self._current:
-                yield Rung(name, used, used)
+                yield ModelOption(name, used, used)
                 continue
-            geometry = slot.known_geometry
+            geometry = handle.known_geometry
             mapper = self._mappers.get((self._current, name))
             opened = mapper if isinstance(mapper, Mapper) else None
             if geometry is None and opened is not None:
                 geometry = opened.target
-            live = slot.is_loaded
-            stays = self._keep_source or not state.slot.can_load
+            live = handle.is_loaded
+            stays = self._keep_source or not state.handle.can_load
             plan = plan_memory(
                 source_weights=weights,
                 source_cache=held,
-                target_weights=0 if live else slot.nbytes or 0,
+                target_weights=0 if live else handle.nbytes or 0,
                 n_tokens=n,
                 target=geometry,
                 mapper=opened,
@@ -376,7 +376,7 @@ class Session:
             )
             after = 0 if geometry is None else n * token_bytes(geometry)
             rest = used - held - (0 if stays else weights)
-            yield Rung(name, rest + after + (0 if live else slot.nbytes or 0), plan.peak)
+            yield ModelOption(name, rest + after + (0 if live else handle.nbytes or 0), plan.peak)
 
     def _move(self, state: GenerationState, turn: Turn) -> GenerationState:
         """Switch to the wanted model; on failure the current one goes on."""
@@ -385,25 +385,28 @@ class Session:
         source = self._current
         self._steps, self._has_switched = 0, True
         self._pressures.clear()
-        if self._budget is not None and self._budget.observe() > self._budget.usable / 2:
+        if (
+            self._memory_limit is not None
+            and self._memory_limit.observe() > self._memory_limit.usable / 2
+        ):
             self._parked.clear()
         mapper = self._open((source, target))
         own = self._unpark(target, state.tokens)
         try:
             done = switch(
                 state,
-                self._slots[target],
+                self._handles[target],
                 mapper,
-                budget=self._budget,
+                memory_limit=self._memory_limit,
                 # A live model could not be had back.
-                keep_source=self._keep_source or not state.slot.can_load,
+                keep_source=self._keep_source or not state.handle.can_load,
                 keep_cache=self._keep_caches,
                 own_cache=own[0] if own else None,
                 own_spans=own[1] if own else None,
                 **self._options,
             )
         except HandoffError as error:
-            name = self._slots[source].name
+            name = self._handles[source].name
             turn.events.append(f"stayed with {name}: {error}")
             _log.warning("stayed with %s: %s", name, error)
             return state
@@ -439,14 +442,14 @@ class Session:
         return cache, cut(spans, 0, n)
 
     def _check_name(self, name: str) -> None:
-        if name not in self._slots:
+        if name not in self._handles:
             raise ArgumentError(
-                f"There is no model {name!r} in this session; there are {', '.join(self._slots)}."
+                f"There is no model {name!r} in this session; there are {', '.join(self._handles)}."
             )
 
 
-def _detokenizer(slot: ModelSlot) -> Any:
-    detokenizer = slot.tokenizer.detokenizer
+def _detokenizer(handle: ModelHandle) -> Any:
+    detokenizer = handle.tokenizer.detokenizer
     detokenizer.reset()
     return detokenizer
 

@@ -31,10 +31,10 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from kvgraft import cache as caches
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.errors import CacheError, UnsupportedModelError
 from kvgraft.mapper.mapper import Mapper
-from kvgraft.models.forward import prefill, read_on
+from kvgraft.models.forward import extend_cache, prefill
 from kvgraft.models.geometry import ModelGeometry
 
 __all__ = [
@@ -105,7 +105,7 @@ def draft_cache(
     if tail < 0:
         raise CacheError(f"A tail of {tail} tokens makes no sense.")
     if tail == 0:
-        return graft_cache(target_cache, mapper, draft, target_geometry=draft_geometry)
+        return map_cache(target_cache, mapper, draft, target_geometry=draft_geometry)
     n = caches.read_cache(target_cache, mapper.source).offset
     if tokens is None or len(tokens) != n:
         raise CacheError(
@@ -115,10 +115,10 @@ def draft_cache(
     ids = list(tokens)
     if tail >= n:
         return prefill(draft, ids)
-    cache = graft_cache(
+    cache = map_cache(
         target_cache, mapper, draft, target_geometry=draft_geometry, n_tokens=n - tail
     )
-    read_on(draft, ids[n - tail :], cache)
+    extend_cache(draft, ids[n - tail :], cache)
     return cache
 
 

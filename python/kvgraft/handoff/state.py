@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from kvgraft import cache as caches
 from kvgraft.errors import CacheError
-from kvgraft.models.handle import ModelSlot, ModelSource
+from kvgraft.models.handle import ModelHandle, ModelSource
 
 if TYPE_CHECKING:
     from kvgraft.handoff.repair import Repair
@@ -59,7 +59,7 @@ def join(spans: Iterable[Span]) -> list[Span]:
     return out
 
 
-def end_of_worn(spans: Iterable[Span], limit: int) -> int:
+def last_mapped_position(spans: Iterable[Span], limit: int) -> int:
     """Position after the last row that was mapped ``limit`` times or more; 0 if none was."""
     at, end = 0, 0
     for span in spans:
@@ -88,7 +88,7 @@ class GenerationState:
     to go on with any model that shares the tokenizer.
 
     Attributes:
-        slot: The model that generated.
+        handle: The model that generated.
         tokens: Ids of the whole conversation, prompt and reply.
         cache: mlx-lm prompt cache of the first tokens, or ``None``.
         sampler: As for ``mlx_lm.generate``; ``None`` for greedy.
@@ -103,7 +103,7 @@ class GenerationState:
         repair: A native cache in the making, if one was begun.
     """
 
-    slot: ModelSlot
+    handle: ModelHandle
     tokens: list[int]
     cache: list[Any] | None = None
     sampler: Sampler | None = None
@@ -116,7 +116,7 @@ class GenerationState:
     @classmethod
     def of(
         cls,
-        model: ModelSource | ModelSlot,
+        model: ModelSource | ModelHandle,
         tokens: Sequence[int],
         cache: list[Any] | None = None,
         *,
@@ -128,7 +128,7 @@ class GenerationState:
         Args:
             model: The model.
             tokens: All ids so far, the last emitted one included; at least one.
-            cache: Its prompt cache. Used and, at a hand-over, used up.
+            cache: Its prompt cache. Used and, at a hand-off, used up.
             sampler: See the class.
             logits_processors: See the class.
 
@@ -136,7 +136,7 @@ class GenerationState:
             CacheError: If there are no tokens, or the cache holds more of them.
         """
         state = cls(
-            ModelSlot.of(model), [int(t) for t in tokens], cache, sampler,
+            ModelHandle.of(model), [int(t) for t in tokens], cache, sampler,
             tuple(logits_processors or ()),
         )  # fmt: skip
         if not state.tokens:

@@ -15,14 +15,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft import cache as caches
-from kvgraft.cache.map import graft_cache
-from kvgraft.errors import GeometryError, HandoffError, KvgraftError, MemoryBudgetError
-from kvgraft.handoff.memory import MemoryBudget, MemoryPlan, cache_bytes, plan_memory
-from kvgraft.handoff.state import GenerationState, Span, cut, end_of_worn, join, spans_of
+from kvgraft.cache.map import map_cache
+from kvgraft.errors import GeometryError, HandoffError, KvgraftError, MemoryLimitError
+from kvgraft.handoff.memory import MemoryLimit, MemoryPlan, cache_bytes, plan_memory
+from kvgraft.handoff.state import GenerationState, Span, cut, join, last_mapped_position, spans_of
 from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
-from kvgraft.models.forward import read_on
-from kvgraft.models.handle import ModelSlot, ModelSource
+from kvgraft.models.forward import extend_cache
+from kvgraft.models.handle import ModelHandle, ModelSource
 
 __all__ = ["Handoff", "SwitchReport", "switch"]
 
@@ -31,7 +31,7 @@ _log = logging.getLogger("kvgraft.handoff")
 
 @dataclass
 class SwitchReport:
-    """What one hand-over did and cost.
+    """What one hand-off did and cost.
 
     Attributes:
         source: Name of the model that left.
@@ -48,7 +48,7 @@ class SwitchReport:
         seconds: Wall time by part: ``release``, ``load``, ``head``, ``map``,
             ``tail``; ``read`` instead of the last three where nothing was mapped.
         plan: Memory as counted before.
-        peak_bytes: MLX's peak during the hand-over, as its allocator measured it.
+        peak_bytes: MLX's peak during the hand-off, as its allocator measured it.
         active_bytes: MLX's arrays in use afterwards.
         over_limit: Whether a limit was given and the measured peak is beyond it.
     """
@@ -70,7 +70,7 @@ class SwitchReport:
 
     @property
     def total_seconds(self) -> float:
-        """Wall time of the hand-over, loading included."""
+        """Wall time of the hand-off, loading included."""
         return sum(self.seconds.values())
 
     def describe(self) -> str:
@@ -110,12 +110,12 @@ class Handoff:
 
 def switch(
     state: GenerationState,
-    target: ModelSource | ModelSlot,
+    target: ModelSource | ModelHandle,
     mapper: Mapper | str | os.PathLike[str] | None,
     *,
     head: int | None = None,
     tail: int | None = None,
-    budget: MemoryBudget | None = None,
+    memory_limit: MemoryLimit | None = None,
     keep_source: bool = False,
     keep_cache: bool = False,
     force: bool = False,
@@ -155,12 +155,12 @@ def switch(
             by causality. Default: the mapper's measured policy, else 0.
         tail: Tokens at the end that it reads on top of the mapped rows. Default
             likewise, else 1; never less than 1.
-        budget: Limit to hold the hand-over to.
+        memory_limit: Limit to hold the hand-off to.
         keep_source: Leave the source and its cache as they are.
         keep_cache: Release the source but leave its cache in ``state``, to come
             back to with ``own_cache``.
         force: Map even if the mapper's measured verdict is "do not ship".
-        max_mapped: How often a row may be mapped, over all hand-overs. Rows at
+        max_mapped: How often a row may be mapped, over all hand-offs. Rows at
             that number, and all before them, are read by the target instead.
             ``None`` for no limit.
         own_cache: A cache of the target's own from earlier in the same
@@ -174,16 +174,16 @@ def switch(
         The state for the target, and a report.
 
     Raises:
-        MemoryBudgetError: If not even reading again fits the budget. Before
+        MemoryLimitError: If not even reading again fits the memory_limit. Before
             anything is released, or, where only loading the target tells how large
             its cache is, right after that; the state is whole.
         HandoffError: If the target can't be loaded. The state is whole: the
             source can be loaded again, or another target tried.
     """
-    slot = ModelSlot.of(target)
+    handle = ModelHandle.of(target)
     return _Switch(
-        state, slot, mapper, head, tail, budget, keep_source, keep_source or keep_cache, force,
-        max_mapped, own_cache, list(own_spans or ()), prefill_step,
+        state, handle, mapper, head, tail, memory_limit, keep_source, keep_source or keep_cache,
+        force, max_mapped, own_cache, list(own_spans or ()), prefill_step,
     ).run()  # fmt: skip
 
 
@@ -194,11 +194,11 @@ class _Refused(Exception):
 @dataclass
 class _Switch:
     state: GenerationState
-    slot: ModelSlot
+    handle: ModelHandle
     mapper_source: Mapper | str | os.PathLike[str] | None
     head: int | None
     tail: int | None
-    budget: MemoryBudget | None
+    memory_limit: MemoryLimit | None
     keep_source: bool
     keep_cache: bool
     force: bool
@@ -212,11 +212,11 @@ class _Switch:
         state.settle()
         if self.own_cache and not self.own_spans:
             self.own_spans = spans_of(self.own_cache)
-        self.report = SwitchReport(state.slot.name, self.slot.name, len(state.tokens))
+        self.report = SwitchReport(state.handle.name, self.handle.name, len(state.tokens))
         self.mapper: Mapper | None = None
         self.quantized = caches.quantization(state.cache or ())
         # What the target's cache looks like, where that is known without loading it.
-        self.geometry = self.slot.known_geometry
+        self.geometry = self.handle.known_geometry
         try:
             self.mapper = self._open_mapper()
             self.geometry = self.geometry or self.mapper.target
@@ -257,48 +257,49 @@ class _Switch:
             self.report.warnings.append(f"Forced against the mapper's verdict: {reasons}.")
         elif quality.get("verdict") == "ship with warning":
             self.report.warnings += [f"Mapper: {reason}" for reason in quality.get("reasons", ())]
-        identity = state.slot.identity
+        identity = state.handle.identity
         self.report.warnings += artifact.check_pair(
             mapper,
             # A bare model has no identity, only what it computes.
-            source=state.slot.geometry if identity is None and state.slot.is_loaded else None,
+            source=state.handle.geometry if identity is None and state.handle.is_loaded else None,
             source_model=identity,
-            target=self.slot.known_geometry,
-            target_model=self.slot.identity,
+            target=self.handle.known_geometry,
+            target_model=self.handle.identity,
         )
         caches.read_cache(state.cache, mapper.source)
 
     def _plan(self) -> None:
         mapped = self._memory_plan(self.mapper)
         self.report.plan = mapped
-        if self.budget is None or self.budget.fits(mapped):
+        if self.memory_limit is None or self.memory_limit.fits(mapped):
             return
         if self.mapper is not None:
             plain = self._memory_plan(None)
-            if self.budget.fits(plain):
+            if self.memory_limit.fits(plain):
                 self._fall_back(
                     f"mapping would take {mapped.peak / 1e6:.1f} MB, the limit leaves "
-                    f"{self.budget.usable / 1e6:.1f} MB"
+                    f"{self.memory_limit.usable / 1e6:.1f} MB"
                 )
                 self.report.plan = plain
                 return
             mapped = plain
-        raise MemoryBudgetError(
-            f"{self.slot.name} does not fit: {mapped.peak / 1e6:.1f} MB are needed, the limit "
-            f"leaves {self.budget.usable / 1e6:.1f} MB. Moment by moment:\n{mapped.describe()}"
+        raise MemoryLimitError(
+            f"{self.handle.name} does not fit: {mapped.peak / 1e6:.1f} MB are needed, the limit "
+            f"leaves {self.memory_limit.usable / 1e6:.1f} MB. Moment by moment:\n"
+            f"{mapped.describe()}"
         )
 
     def _memory_plan(self, mapper: Mapper | None) -> MemoryPlan:
         state = self.state
-        weights = (state.slot.nbytes or 0) if state.slot.is_loaded else 0
+        weights = (state.handle.nbytes or 0) if state.handle.is_loaded else 0
         held = cache_bytes(state.cache)
         # Other models, parked caches: whatever MLX holds beside these two.
-        counted = weights + held + (self.slot.nbytes or 0 if self.slot.is_loaded else 0)
-        other = max(0, mx.get_active_memory() - counted) if self.budget is not None else 0
+        counted = weights + held + (self.handle.nbytes or 0 if self.handle.is_loaded else 0)
+        other = max(0, mx.get_active_memory() - counted) if self.memory_limit is not None else 0
         plan = plan_memory(
             source_weights=weights,
             source_cache=held,
-            target_weights=self.slot.nbytes or 0,
+            target_weights=self.handle.nbytes or 0,
             n_tokens=len(state.tokens),
             target=self.geometry,
             mapper=mapper,
@@ -306,26 +307,26 @@ class _Switch:
             keep_cache=self.keep_cache,
             other=other,
         )
-        if self.keep_source or not state.slot.is_loaded:
+        if self.keep_source or not state.handle.is_loaded:
             return plan
         # The source running is how things are now, not something to be planned.
         return MemoryPlan(plan.stages[1:])
 
     def _plan_again(self) -> None:
         """Count again, if the target had to be loaded to know how large its cache is."""
-        if self.budget is None or self.geometry is not None:
+        if self.memory_limit is None or self.geometry is not None:
             return
         try:
-            self.geometry = self.slot.geometry
+            self.geometry = self.handle.geometry
         except KvgraftError:
             return  # a cache of another kind, whose size nothing tells
         plan = self._memory_plan(None)
-        if not self.budget.fits(plan):
-            self.slot.unload()
-            raise MemoryBudgetError(
-                f"{self.slot.name} does not fit with a cache of {self.report.n_tokens} tokens: "
+        if not self.memory_limit.fits(plan):
+            self.handle.unload()
+            raise MemoryLimitError(
+                f"{self.handle.name} does not fit with a cache of {self.report.n_tokens} tokens: "
                 f"{plan.peak / 1e6:.1f} MB are needed, the limit leaves "
-                f"{self.budget.usable / 1e6:.1f} MB. The conversation is as it was."
+                f"{self.memory_limit.usable / 1e6:.1f} MB. The conversation is as it was."
             )
         self.report.plan = plan
 
@@ -342,34 +343,34 @@ class _Switch:
 
     def _release(self) -> None:
         state = self.state
-        if self.keep_source or not state.slot.is_loaded or state.slot is self.slot:
+        if self.keep_source or not state.handle.is_loaded or state.handle is self.handle:
             return
         with self._timed("release"):
-            gone = state.slot.unload()
+            gone = state.handle.unload()
         if gone:
             return
         text = (
-            f"{state.slot.name} is still in memory: something else refers to it. Hand over the "
+            f"{state.handle.name} is still in memory: something else refers to it. Hand over the "
             "only reference, or give its folder instead of a live model"
         )
-        if self.budget is not None:
-            resident = state.slot.nbytes or 0
+        if self.memory_limit is not None:
+            resident = state.handle.nbytes or 0
             assert self.report.plan is not None
-            if self.report.plan.peak + resident > self.budget.usable:
-                raise MemoryBudgetError(f"{text}; both models do not fit the limit.")
+            if self.report.plan.peak + resident > self.memory_limit.usable:
+                raise MemoryLimitError(f"{text}; both models do not fit the limit.")
         self.report.warnings.append(f"{text}.")
 
     def _load(self) -> None:
         try:
             with self._timed("load"):
-                self.slot.model  # noqa: B018 - loads it
+                self.handle.model  # noqa: B018 - loads it
         except Exception as error:  # a loader of the caller's may raise anything
-            self.slot.unload()
+            self.handle.unload()
             raise HandoffError(
-                f"{self.slot.name} could not be loaded ({type(error).__name__}: {error}). The "
+                f"{self.handle.name} could not be loaded ({type(error).__name__}: {error}). The "
                 "conversation is as it was: go on from the same state, or switch to another model."
             ) from error
-        self.report.target = self.slot.name
+        self.report.target = self.handle.name
         if self.mapper is None:
             return
         try:
@@ -377,7 +378,7 @@ class _Switch:
             self.report.warnings += [
                 line
                 for line in artifact.check_pair(
-                    self.mapper, target=self.slot.geometry, target_model=self.slot.identity
+                    self.mapper, target=self.handle.geometry, target_model=self.handle.identity
                 )
                 if line not in self.report.warnings
             ]
@@ -386,12 +387,12 @@ class _Switch:
 
     def _tokens_for_target(self) -> list[int]:
         """The conversation in the target's ids: another tokenizer needs others."""
-        state, slot = self.state, self.slot
-        a, b = state.slot.identity, slot.identity
+        state, handle = self.state, self.handle
+        a, b = state.handle.identity, handle.identity
         if a is None or b is None or a.tokenizer_sha256 == b.tokenizer_sha256:
             return list(state.tokens)
-        text = state.slot.tokenizer.decode(state.tokens)
-        ids = [int(t) for t in slot.tokenizer.encode(text, add_special_tokens=False)]
+        text = state.handle.tokenizer.decode(state.tokens)
+        ids = [int(t) for t in handle.tokenizer.encode(text, add_special_tokens=False)]
         self._fall_back("the two models have different tokenizers, so the text was encoded again")
         self.own_cache, self.own_spans = None, []
         self.report.n_tokens = len(ids)
@@ -424,7 +425,7 @@ class _Switch:
         with self._timed("read"):
             cache = self._own(min(last, _leading(self.own_spans, native_only=True)))
             n = self.report.reused
-            read_on(self.slot.model, tokens[n:last], cache, step=self.prefill_step)
+            extend_cache(self.handle.model, tokens[n:last], cache, step=self.prefill_step)
             self._quantize(cache)
         return cache, [Span(last, 0)]
 
@@ -432,7 +433,7 @@ class _Switch:
         """Bits and group size of the target's cache: those of the source's, if it can."""
         if self.quantized is not None:
             try:
-                caches.check_quantizable(self.slot.geometry, *self.quantized)
+                caches.check_quantizable(self.handle.geometry, *self.quantized)
             except GeometryError as error:
                 self.report.warnings.append(f"The cache is not quantised any more: {error}")
                 self.quantized = None
@@ -457,7 +458,7 @@ class _Switch:
             if n <= length or caches.trim(own, length):
                 self.report.reused = min(n, length)
                 return own
-        return list(make_prompt_cache(self.slot.model, self.state.max_kv_size))
+        return list(make_prompt_cache(self.handle.model, self.state.max_kv_size))
 
     def _map(
         self, mapper: Mapper, tokens: Sequence[int], last: int
@@ -470,7 +471,7 @@ class _Switch:
         held = min(_leading(self.own_spans), stop) if self.own_cache else 0
         if self.max_mapped is not None:
             # Rows that the target still has are not mapped again, so they don't count.
-            worn = end_of_worn(cut(state.spans, held, stop), self.max_mapped)
+            worn = last_mapped_position(cut(state.spans, held, stop), self.max_mapped)
             if worn and held + worn > head:
                 report.warnings.append(
                     f"Tokens up to {held + worn} were mapped before and are read again, so that "
@@ -487,8 +488,8 @@ class _Switch:
         if head:
             with self._timed("head"):
                 own = self._own(held)
-                read_on(
-                    self.slot.model, tokens[report.reused : head], own, step=self.prefill_step,
+                extend_cache(
+                    self.handle.model, tokens[report.reused : head], own, step=self.prefill_step,
                     on_step=lambda _: self._check("reading the head"),
                 )  # fmt: skip
         head_spans = [*cut(self.own_spans, 0, report.reused), Span(head - report.reused, 0)]
@@ -498,11 +499,11 @@ class _Switch:
             source = list(state.cache)
             if not self.keep_cache:
                 state.cache = None
-            cache = graft_cache(
+            cache = map_cache(
                 source,
                 mapper,
-                self.slot.model,
-                target_geometry=self.slot.geometry,
+                self.handle.model,
+                target_geometry=self.handle.geometry,
                 n_tokens=stop,
                 head=own,
                 consume=not self.keep_cache,
@@ -514,13 +515,13 @@ class _Switch:
         report.head, report.mapped, report.tail = head, stop - head, len(tokens) - stop
         if stop < last:
             with self._timed("tail"):
-                read_on(self.slot.model, tokens[stop:last], cache, step=self.prefill_step)
+                extend_cache(self.handle.model, tokens[stop:last], cache, step=self.prefill_step)
         mapped = [Span(s.n_tokens, s.mapped + 1) for s in cut(state.spans, head, stop)]
         return cache, join([*head_spans, *mapped, Span(last - stop, 0)])
 
     def _check(self, doing: str) -> None:
-        if self.budget is not None:
-            self.budget.check(doing)
+        if self.memory_limit is not None:
+            self.memory_limit.check(doing)
 
     def _fall_back(self, reason: str) -> None:
         self.report.reason = reason
@@ -533,7 +534,7 @@ class _Switch:
     def _done(self, tokens: list[int], cache: list[Any] | None, spans: list[Span]) -> Handoff:
         state, report = self.state, self.report
         new = GenerationState(
-            self.slot, tokens, cache or None, state.sampler, state.logits_processors,
+            self.handle, tokens, cache or None, state.sampler, state.logits_processors,
             state.rng_key, spans, max_kv_size=state.max_kv_size,
         )  # fmt: skip
         new.settle()
@@ -543,7 +544,9 @@ class _Switch:
         mx.clear_cache()
         report.peak_bytes = mx.get_peak_memory()
         report.active_bytes = mx.get_active_memory()
-        report.over_limit = self.budget is not None and report.peak_bytes > self.budget.limit
+        report.over_limit = (
+            self.memory_limit is not None and report.peak_bytes > self.memory_limit.limit
+        )
         return Handoff(new, report)
 
 

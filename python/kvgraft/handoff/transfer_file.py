@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvgraft.cache import CacheSnapshot, read_cache
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.cache.prompt_files import (
     PromptFile,
     check_destination,
@@ -24,7 +24,7 @@ from kvgraft.cache.prompt_files import (
 from kvgraft.errors import CacheError, FormatError, KvgraftError, PairMismatchError
 from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
-from kvgraft.models.forward import prefill, read_on
+from kvgraft.models.forward import extend_cache, prefill
 from kvgraft.models.loading import identify, load_model, resolve_model
 from kvgraft.models.probe import read_geometry
 from kvgraft.option_names import named
@@ -153,7 +153,7 @@ def transfer_file(
 
     start = time.perf_counter()
     first = prefill(loaded.model, tokens[:head]) if head and tokens else None
-    cache = graft_cache(
+    cache = map_cache(
         given.cache,
         mapper,
         loaded.model,
@@ -165,7 +165,7 @@ def transfer_file(
         kv_group_size=kv_group_size,
     )
     if tail and tokens:
-        read_on(loaded.model, tokens[n - tail :], cache)
+        extend_cache(loaded.model, tokens[n - tail :], cache)
     seconds = time.perf_counter() - start
     written = write_prompt_file(
         out,

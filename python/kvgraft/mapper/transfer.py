@@ -30,7 +30,7 @@ from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper, SourceKV, require_mapper
 from kvgraft.mapper.quality import warn_if_doubtful
 from kvgraft.models.rope import RopeSpec, RopeTable
-from kvgraft.models.token_ranges import Held
+from kvgraft.models.token_ranges import TokenRanges
 from kvgraft.ops.fused import map_layer
 
 __all__ = [
@@ -146,8 +146,8 @@ def iter_transfer(
     *,
     dtype: mx.Dtype | None = None,
     consume: bool = False,
-    held: Mapping[int, Held] | None = None,
-    wanted: Mapping[int, Held] | None = None,
+    held: Mapping[int, TokenRanges] | None = None,
+    wanted: Mapping[int, TokenRanges] | None = None,
     check_finite: bool = False,
 ) -> Iterator[tuple[int, mx.array, mx.array]]:
     """Like :func:`transfer_cache`, one target layer at a time.
@@ -265,7 +265,7 @@ class _Frame:
 
     positions: mx.array
     tables: dict[tuple[RopeSpec, bool], RopeTable | None] = field(default_factory=dict)
-    cut: Mapping[int, tuple[Held, Held]] = field(default_factory=dict)
+    cut: Mapping[int, tuple[TokenRanges, TokenRanges]] = field(default_factory=dict)
 
     def table(self, spec: RopeSpec, *, inverse: bool = False) -> RopeTable | None:
         key = (spec, inverse)
@@ -401,7 +401,7 @@ def _check_kinds(mapper: Any, source_kv: Any) -> None:
     if isinstance(source_kv, (list, tuple)) and source_kv and hasattr(source_kv[0], "offset"):
         raise UnsupportedCacheError(
             "This is a list of mlx-lm's cache objects, and arrays are expected. Use "
-            "kvgraft.handoff.graft_cache, or give kvgraft.cache.read_cache(cache).source_kv()."
+            "kvgraft.handoff.map_cache, or give kvgraft.cache.read_cache(cache).source_kv()."
         )
     raise ArgumentError(
         "The source is given as {layer: (keys, values)}, not as a "
@@ -453,11 +453,14 @@ def _frame(
 
 
 def _frames(
-    mapper: Mapper, source_kv: SourceKV, held: Mapping[int, Held], wanted: Mapping[int, Held]
+    mapper: Mapper,
+    source_kv: SourceKV,
+    held: Mapping[int, TokenRanges],
+    wanted: Mapping[int, TokenRanges],
 ) -> dict[int, _Frame]:
     """Like :func:`_frame`, where layers hold different tokens: one per target layer."""
     needed, _ = _check_sources(mapper, mapper.layers, source_kv, held)
-    shared: dict[Held, dict[tuple[RopeSpec, bool], RopeTable | None]] = {}
+    shared: dict[TokenRanges, dict[tuple[RopeSpec, bool], RopeTable | None]] = {}
     frames = {}
     for m in mapper.layers:
         sources = sorted(_sources(m))
@@ -488,7 +491,7 @@ def _check_sources(
     mapper: Mapper,
     layers: Sequence[LayerMap],
     source_kv: SourceKV,
-    held: Mapping[int, Held] | None,
+    held: Mapping[int, TokenRanges] | None,
 ) -> tuple[list[int], tuple[int, ...]]:
     """The source layers that are needed, and ``(batch, tokens)`` or ``(tokens,)`` of the first."""
     needed = sorted({s for m in layers for s in _sources(m)})

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.models.vocabulary import check_tokens
 
-__all__ = ["continuation_nll", "prefill", "read_on"]
+__all__ = ["continuation_nll", "prefill", "extend_cache"]
 
 Cache = list[Any]
 """An mlx-lm prompt cache: one cache object per entry."""
@@ -27,11 +27,11 @@ def prefill(model: Module, tokens: Sequence[int], *, step: int = 2048) -> list[A
         step: Tokens per forward pass, as in ``mlx_lm.generate``.
     """
     cache: list[Any] = make_prompt_cache(model)
-    read_on(model, tokens, cache, step=step)
+    extend_cache(model, tokens, cache, step=step)
     return cache
 
 
-def read_on(
+def extend_cache(
     model: Module,
     tokens: Sequence[int],
     cache: list[Any],

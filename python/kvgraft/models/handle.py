@@ -18,14 +18,14 @@ from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import LoadedModel, ModelIdentity, load_model
 from kvgraft.models.probe import read_geometry
 
-__all__ = ["ModelSlot", "ModelSource"]
+__all__ = ["ModelHandle", "ModelSource"]
 
 ModelSource = str | os.PathLike[str] | LoadedModel | Module | Callable[[], LoadedModel | Module]
 """A folder or repository, a live model, or a function that makes one."""
 
 
-class ModelSlot:
-    """One model of a hand-over: loaded when used, released when told to.
+class ModelHandle:
+    """One model of a hand-off: loaded when used, released when told to.
 
     Geometry, identity, tokenizer and size stay known after the weights are gone,
     so a cache can be mapped without them.
@@ -34,7 +34,7 @@ class ModelSlot:
         source: Where the model comes from. A live model can be released but not
             loaded again.
         dtype: Run the model in this dtype; default as stored. Only for models
-            that the slot loads itself.
+            that the handle loads itself.
         name: What to call it; default its repository or folder.
         nbytes: Bytes of its weights, where they can't be known before loading.
     """
@@ -70,9 +70,9 @@ class ModelSlot:
             self.name = name or str(getattr(source, "__name__", "model"))
 
     @classmethod
-    def of(cls, source: ModelSource | ModelSlot) -> ModelSlot:
-        """``source`` itself if it is a slot, else a slot for it."""
-        return source if isinstance(source, ModelSlot) else cls(source)
+    def of(cls, source: ModelSource | ModelHandle) -> ModelHandle:
+        """``source`` itself if it is a handle, else a handle for it."""
+        return source if isinstance(source, ModelHandle) else cls(source)
 
     @property
     def is_loaded(self) -> bool:

@@ -2,7 +2,7 @@
 
 A layer with full attention holds all of them. A sliding-window layer holds the
 last ones, and a cache of limited size (``max_kv_size``) the first few and the
-last ones. The layers of one model differ in this, so a hand-over has to ask for
+last ones. The layers of one model differ in this, so a hand-off has to ask for
 each target layer whether the source layers that feed it hold what it needs.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-__all__ = ["Held"]
+__all__ = ["TokenRanges"]
 
 
 @dataclass(frozen=True)
-class Held:
+class TokenRanges:
     """A set of tokens, as ascending ranges of absolute positions.
 
     Rows of a cache that holds them are in this order.
@@ -29,7 +29,7 @@ class Held:
     ranges: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, ranges: Iterable[tuple[int, int]]) -> Held:
+    def of(cls, ranges: Iterable[tuple[int, int]]) -> TokenRanges:
         """Join ascending ranges, some of which may be empty or touch."""
         joined: list[tuple[int, int]] = []
         for start, stop in ranges:
@@ -42,12 +42,12 @@ class Held:
         return cls(tuple(joined))
 
     @classmethod
-    def all(cls, n_tokens: int) -> Held:
+    def all(cls, n_tokens: int) -> TokenRanges:
         """Tokens ``0 … n_tokens-1``."""
         return cls.of([(0, n_tokens)])
 
     @classmethod
-    def last(cls, n_tokens: int, size: int, keep: int = 0) -> Held:
+    def last(cls, n_tokens: int, size: int, keep: int = 0) -> TokenRanges:
         """What ``size`` places hold of ``n_tokens``: the first ``keep``, and the last."""
         if n_tokens <= size:
             return cls.all(n_tokens)
@@ -56,8 +56,8 @@ class Held:
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
 
-    def __and__(self, other: Held) -> Held:
-        return Held.of(
+    def __and__(self, other: TokenRanges) -> TokenRanges:
+        return TokenRanges.of(
             (max(a, c), min(b, d))
             for a, b in self.ranges
             for c, d in other.ranges
@@ -80,11 +80,11 @@ class Held:
             return mx.zeros((0,), dtype=mx.int32)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def covers(self, other: Held) -> bool:
+    def covers(self, other: TokenRanges) -> bool:
         """Whether every token of ``other`` is here."""
         return (self & other) == other
 
-    def take(self, part: Held, x: mx.array) -> mx.array:
+    def take(self, part: TokenRanges, x: mx.array) -> mx.array:
         """The rows of ``part`` out of rows of all these tokens.
 
         Args:

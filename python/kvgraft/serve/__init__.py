@@ -7,10 +7,10 @@
 
 from kvgraft.serve.routes import Route, RouteTable, load_routes
 from kvgraft.serve.server import Server, make_provider
-from kvgraft.serve.store import GraftingPromptCache
+from kvgraft.serve.store import MappingPromptCache
 
 __all__ = [
-    "GraftingPromptCache",
+    "MappingPromptCache",
     "Route",
     "RouteTable",
     "Server",

@@ -1,4 +1,4 @@
-"""``mlx_lm.server`` with a :class:`~kvgraft.serve.store.GraftingPromptCache`.
+"""``mlx_lm.server`` with a :class:`~kvgraft.serve.store.MappingPromptCache`.
 
 mlx-lm's own program parses the options, loads models, batches requests and
 speaks HTTP. Three of its parts are extended here: the cache store, the reading
@@ -24,7 +24,7 @@ from mlx_lm import server as mlx_server
 from kvgraft.errors import ServerError
 from kvgraft.serve.origin import Origin, RequestTokens, origin_of
 from kvgraft.serve.routes import RouteTable
-from kvgraft.serve.store import MIN_GAIN, GraftingPromptCache
+from kvgraft.serve.store import MIN_GAIN, MappingPromptCache
 
 __all__ = ["Server", "check_hooks", "make_provider"]
 
@@ -130,7 +130,7 @@ class Server:
         args = provider.cli_args
         max_bytes = getattr(args, "prompt_cache_bytes", None)
         self._args = args
-        self.store = GraftingPromptCache(
+        self.store = MappingPromptCache(
             provider,
             routes,
             max_size=args.prompt_cache_size,
@@ -194,7 +194,7 @@ class Server:
 class _ResponseGenerator(_upstream.ResponseGenerator):  # type: ignore[misc]  # untyped
     """Ties an origin to each request's token ids."""
 
-    def __init__(self, provider: Any, store: GraftingPromptCache) -> None:
+    def __init__(self, provider: Any, store: MappingPromptCache) -> None:
         # Before the base class starts its thread.
         self._local = threading.local()
         self._store = store

@@ -26,7 +26,7 @@ import numpy as np
 from mlx_lm.models import cache as mlx_cache
 
 from kvgraft import cache as caches
-from kvgraft.cache.map import graft_cache
+from kvgraft.cache.map import map_cache
 from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import ModelIdentity, identify, resolve_model
@@ -34,7 +34,7 @@ from kvgraft.models.probe import read_geometry
 from kvgraft.serve.origin import Origin, origin_of
 from kvgraft.serve.routes import Route, RouteTable
 
-__all__ = ["MIN_GAIN", "GraftingPromptCache", "HeldCache", "MappedKey"]
+__all__ = ["MIN_GAIN", "MappingPromptCache", "StoredCache", "MappedKey"]
 
 MIN_GAIN = 64
 """Tokens that mapping must save over the model's own cache, by default.
@@ -54,7 +54,7 @@ class MappedKey:
     model: Any
 
 
-class HeldCache(list[Any]):
+class StoredCache(list[Any]):
     """A stored cache list with the tokens it holds. Survives ``copy.deepcopy``.
 
     Attributes:
@@ -74,7 +74,7 @@ class HeldCache(list[Any]):
 
 @dataclass(frozen=True)
 class _Found:
-    cache: HeldCache
+    cache: StoredCache
     n: int
 
 
@@ -85,7 +85,7 @@ class _Donor:
     path: str
 
 
-class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are untyped
+class MappingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are untyped
     """mlx-lm's ``LRUPromptCache`` with mapping between models.
 
     All methods run in the server's generation thread, which owns the arrays.
@@ -206,7 +206,7 @@ class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are 
         if cache is None or n == 0:
             return None
         packed = _pack(ids[:n])
-        if not isinstance(cache, HeldCache) or cache.ids[: len(packed)] != packed:
+        if not isinstance(cache, StoredCache) or cache.ids[: len(packed)] != packed:
             _log.error("A stored cache of other tokens than asked for was found, and not used.")
             return None
         if any(length != n for length in _lengths(cache)):
@@ -267,7 +267,7 @@ class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are 
 
     def _map(
         self, model: Any, tokens: Sequence[int], own: _Found | None, donor: _Donor
-    ) -> tuple[HeldCache, int]:
+    ) -> tuple[StoredCache, int]:
         """The mapped cache, and how many tokens at its start are native."""
         n, route = donor.found.n, donor.route
         geometry = self._geometry(model)
@@ -278,7 +278,7 @@ class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are 
         if route.head > n_native:
             n_native = min(route.head, n - 1)
             head = prefill(self._provider.model, list(tokens[:n_native])) if n_native else None
-        mapped: list[Any] = graft_cache(
+        mapped: list[Any] = map_cache(
             source, route.mapper, self._provider.model, target_geometry=geometry, head=head
         )
         if self._provider.draft_model is not None:
@@ -286,7 +286,7 @@ class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are 
             # reads it: it is small, and a mapped cache would cost accepted proposals.
             drafted = source if donor.path == model[2] else None
             mapped += drafted or prefill(self._provider.draft_model, list(tokens[:n]))
-        return HeldCache(mapped), n_native
+        return StoredCache(mapped), n_native
 
     # ---------------------------------------------------------------- insert
 
@@ -306,7 +306,7 @@ class GraftingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are 
         if not caches.trim(prompt_cache, n):
             _log.warning("A cache whose layers hold different numbers of tokens was not kept.")
             return
-        held = HeldCache(
+        held = StoredCache(
             prompt_cache,
             _pack(ids[:n]),
             0 if native else ((origin.mapped_tokens if origin else 0) or n),
