@@ -59,7 +59,7 @@ def conversation(
 ) -> dict[str, list[float]]:
     """One document: per hand-off the loss after it, seconds, tokens read, wear."""
     state = GenerationState.of(
-        handles[0], tokens[:prefix], prefill(handles[0].model, tokens[: prefix - 1])
+        handles[0], tokens[:prefix], prefill(handles[0].load(), tokens[: prefix - 1])
     )
     parked: dict[int, tuple[list[Any], list[Any]]] = {}
     out: dict[str, list[float]] = {"nll": [], "seconds": [], "read": [], "worst": []}
@@ -84,7 +84,7 @@ def conversation(
         assert state.cache is not None
         report = done.report
         out["worst"].append(max(span.mapped for span in state.spans))
-        losses = continuation_nll(handles[there].model, state.cache, tokens[n - 1 : n + stretch])
+        losses = continuation_nll(handles[there].load(), state.cache, tokens[n - 1 : n + stretch])
         out["nll"].append(float(np.mean(losses)))
         out["seconds"].append(seconds)
         out["read"].append(report.head - report.reused + report.tail)

@@ -224,7 +224,7 @@ def test_models_with_different_tokenizers(tmp_path):
         for name, added in (("a", ["<x>"]), ("b", []))
     }
     handles = {name: ModelHandle(folder) for name, folder in folders.items()}
-    session = Session(handles, {("a", "b"): identity_mapper(handles["a"].model)})
+    session = Session(handles, {("a", "b"): identity_mapper(handles["a"].load())})
     pieces = []
     for piece in session.chat("the river and the old house", max_tokens=10):
         pieces.append(piece)

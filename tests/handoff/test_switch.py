@@ -99,8 +99,8 @@ def test_stopping_and_resuming_leaves_no_trace(kind):
 @pytest.mark.parametrize("after", [1, 9])
 def test_an_exact_map_gives_the_uninterrupted_run(kind, after):
     source = handle()
-    mapper = identity_mapper(source.model)
-    want = plain(source.model, 20, seed=5, **options(kind))
+    mapper = identity_mapper(source.load())
+    want = plain(source.load(), 20, seed=5, **options(kind))
     mx.random.seed(5)
     run = Generation.start(source, PROMPT, **options(kind))
     got = list(islice(run, after))
@@ -115,7 +115,7 @@ def test_an_exact_map_gives_the_uninterrupted_run(kind, after):
 @pytest.mark.parametrize(("head", "tail"), [(0, 1), (5, 1), (0, 6), (4, 3), (7, 50), (500, 1)])
 def test_head_and_tail_with_an_exact_map(head, tail):
     source = handle()
-    want = plain(source.model, 20)
+    want = plain(source.load(), 20)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 6))
     done = switch(run.stop(), handle(), identity_mapper(model()), head=head, tail=tail)
@@ -260,7 +260,7 @@ def test_a_loop_of_ones_own_goes_on_from_cache_and_unread_tokens():
     after = switch(state, model(), identity_mapper(net), tail=4).state
     assert after.unread == PROMPT[-1:]
     steps = generate_step(
-        mx.array(after.unread), after.handle.model, max_tokens=6, prompt_cache=after.cache
+        mx.array(after.unread), after.handle.load(), max_tokens=6, prompt_cache=after.cache
     )
     assert [int(token) for token, _ in steps] == want
 
@@ -270,7 +270,7 @@ def test_a_loop_of_ones_own_goes_on_from_cache_and_unread_tokens():
 
 def test_the_source_is_gone_before_the_target_is_loaded():
     source = handle()
-    mapper = identity_mapper(source.model)
+    mapper = identity_mapper(source.load())
     alive = []
 
     def load():
@@ -295,11 +295,11 @@ def test_a_source_that_others_hold_is_reported():
 
 def test_keep_source_leaves_the_source_able_to_go_on():
     source = handle()
-    want = plain(source.model, 12)
+    want = plain(source.load(), 12)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 4))
     state = run.stop()
-    done = switch(state, handle(), identity_mapper(source.model), keep_source=True)
+    done = switch(state, handle(), identity_mapper(source.load()), keep_source=True)
     assert source.is_loaded
     assert got + list(islice(Generation(done.state), 8)) == want
     assert got + list(islice(Generation(state), 8)) == want
@@ -307,13 +307,13 @@ def test_keep_source_leaves_the_source_able_to_go_on():
 
 def test_too_small_a_budget_is_refused_before_anything_is_released():
     source = handle()
-    mapper = identity_mapper(source.model)
-    want = plain(source.model, 6)
+    mapper = identity_mapper(source.load())
+    want = plain(source.load(), 6)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 2))
     state = run.stop()
     live = handle()
-    live.model  # noqa: B018
+    live.load()
     with pytest.raises(MemoryLimitError, match="does not fit"):
         switch(state, live, mapper, memory_limit=MemoryLimit(10_000))
     assert source.is_loaded
@@ -322,8 +322,8 @@ def test_too_small_a_budget_is_refused_before_anything_is_released():
 
 def test_a_budget_for_reading_but_not_for_mapping_reads():
     source, target = handle(), handle()
-    size = target.model and target.nbytes
-    mapper = identity_mapper(source.model)
+    size = target.load() and target.nbytes
+    mapper = identity_mapper(source.load())
     run = Generation.start(source, PROMPT)
     next(run)
     state = run.stop()
@@ -341,8 +341,8 @@ def test_a_budget_for_reading_but_not_for_mapping_reads():
 
 def test_exceeding_the_limit_while_mapping_reads_instead():
     source = handle()
-    mapper = identity_mapper(source.model)
-    want = plain(source.model, 9)
+    mapper = identity_mapper(source.load())
+    want = plain(source.load(), 9)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 3))
     readings = iter([10, 5000, 5000])
@@ -395,8 +395,8 @@ def _fails(case: str, mapper):
 )
 def test_whatever_prevents_mapping_reads_again_and_says_so(case, caplog):
     source = handle()
-    want = plain(source.model, 12)
-    mapper, reason = _fails(case, identity_mapper(source.model))
+    want = plain(source.load(), 12)
+    mapper, reason = _fails(case, identity_mapper(source.load()))
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 5))
     with caplog.at_level(logging.WARNING, logger="kvgraft.handoff"):
@@ -410,7 +410,7 @@ def test_whatever_prevents_mapping_reads_again_and_says_so(case, caplog):
 
 def test_a_bad_verdict_can_be_overruled():
     source = handle()
-    mapper = identity_mapper(source.model)
+    mapper = identity_mapper(source.load())
     mapper.quality = {"verdict": "do not ship", "reasons": ["too bad"]}
     run = Generation.start(source, PROMPT)
     next(run)
@@ -420,7 +420,7 @@ def test_a_bad_verdict_can_be_overruled():
 
 def test_the_mappers_policy_is_the_default():
     source = handle()
-    mapper = identity_mapper(source.model)
+    mapper = identity_mapper(source.load())
     mapper.quality = {
         "verdict": "ship with warning", "reasons": ["recall drops"],
         "policy": {"head": 3, "tail": 5},
@@ -447,8 +447,8 @@ def test_a_source_cache_that_cannot_be_read_is_no_obstacle():
 
 def test_a_target_that_cannot_be_loaded_loses_nothing():
     source = handle()
-    want = plain(source.model, 12)
-    mapper = identity_mapper(source.model)
+    want = plain(source.load(), 12)
+    mapper = identity_mapper(source.load())
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 5))
     state = run.stop()
@@ -467,11 +467,11 @@ def test_a_target_that_cannot_be_loaded_loses_nothing():
 def test_nan_logits_from_a_mapped_cache_are_never_emitted():
     """Finite rows can still overflow inside the target."""
     source = handle()
-    want = plain(source.model, 12, seed=3, sampler=make_sampler(temp=1.0))
+    want = plain(source.load(), 12, seed=3, sampler=make_sampler(temp=1.0))
     mx.random.seed(3)
     run = Generation.start(source, PROMPT, sampler=make_sampler(temp=1.0))
     got = list(islice(run, 5))
-    done = switch(run.stop(), handle(), identity_mapper(source.model))
+    done = switch(run.stop(), handle(), identity_mapper(source.load()))
     done.state.cache[0].values[..., 2, :] = float("nan")
     run = Generation(done.state)
     got += islice(run, 7)
@@ -485,7 +485,7 @@ def test_nan_logits_from_a_mapped_cache_are_never_emitted():
 def test_rows_mapped_too_often_are_read_again():
     mapper = identity_mapper(model())
     source = handle()
-    want = plain(source.model, 30)
+    want = plain(source.load(), 30)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 6))
     reports = []
@@ -515,12 +515,12 @@ def test_without_a_limit_generations_are_counted():
 def test_a_cache_of_the_targets_own_is_used_as_head():
     """Back and forth: what the target read before it left is neither read nor mapped."""
     one, two = handle(1), handle(1)
-    want = plain(one.model, 20)
-    mapper = identity_mapper(one.model)
+    want = plain(one.load(), 20)
+    mapper = identity_mapper(one.load())
     run = Generation.start(one, PROMPT)
     got = list(islice(run, 5))
     state = run.stop()
-    kept = prefill(one.model, state.tokens)
+    kept = prefill(one.load(), state.tokens)
     done = switch(state, two, mapper)
     run = Generation(done.state)
     got += islice(run, 7)
@@ -574,10 +574,10 @@ def test_repair_needs_room_and_something_to_repair():
 
 def test_a_failing_repair_leaves_the_generation_alone(monkeypatch):
     source = handle()
-    want = plain(source.model, 12)
+    want = plain(source.load(), 12)
     run = Generation.start(source, PROMPT)
     got = list(islice(run, 4))
-    done = switch(run.stop(), handle(), identity_mapper(source.model))
+    done = switch(run.stop(), handle(), identity_mapper(source.load()))
     run = Generation(done.state)
     assert run.repair(chunk=4)
 
@@ -630,7 +630,7 @@ def test_an_error_of_the_sampler_leaves_the_random_sequence_whole():
         return sampler(x)
 
     source = handle()
-    source.model  # noqa: B018 - making it draws random numbers
+    source.load()  # making it draws random numbers
     mx.random.seed(7)
     run = Generation.start(source, PROMPT, sampler=failing)
     got = list(islice(run, 3))
@@ -644,7 +644,7 @@ def test_an_error_of_the_sampler_leaves_the_random_sequence_whole():
 def test_stopping_in_another_thread_keeps_the_state(kind):
     want = plain(model(), 8, seed=7, **options(kind))
     source = handle()
-    source.model  # noqa: B018
+    source.load()
     run = Generation.start(source, PROMPT, **options(kind))
     got: list[int] = []
 
@@ -674,7 +674,7 @@ def test_a_size_limit_is_kept_when_the_conversation_is_read_again():
 
 def test_a_budget_too_small_for_a_target_of_unknown_shape_loses_nothing():
     source = handle()
-    want = plain(source.model, 4)
+    want = plain(source.load(), 4)
     state = Generation.start(source, PROMPT * 40).stop()
     state.tokens = PROMPT * 40
     target = handle()
@@ -688,7 +688,7 @@ def test_a_budget_too_small_for_a_target_of_unknown_shape_loses_nothing():
 
 def target_bytes() -> int:
     fresh = handle()
-    fresh.model  # noqa: B018
+    fresh.load()
     size = fresh.nbytes
     assert size
     return size

@@ -55,7 +55,7 @@ def main(folder: Path, mode: str) -> dict[str, int | str | None]:
     size = (folder / "one.safetensors").stat().st_size
     one = ModelHandle(lambda: load(folder / "one.safetensors"), name="one", nbytes=size)
     two = ModelHandle(lambda: load(folder / "two.safetensors"), name="two", nbytes=size)
-    mapper = identity_mapper(one.model)
+    mapper = identity_mapper(one.load())
     run = Generation.start(one, PROMPT)
     want = [next(run) for _ in range(3)]
     state = run.stop()

@@ -84,19 +84,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load_pair(args: argparse.Namespace, own: bool) -> tuple[LoadedModel, LoadedModel]:
-    import mlx.core as mx
-
     from kvgraft.demo.data import bundled
+    from kvgraft.models.handle import choose_dtype
     from kvgraft.models.loading import check_tokenizers, load_model
 
     names = (args.source, args.target) if own else ("models/large", "models/small")
     loaded = []
     for name in names:
         model = load_model(name if own else bundled(name))
-        # MLX's CPU back end multiplies float16 matrices one element at a time.
-        dtype = args.dtype or ("float32" if mx.default_device() == mx.Device(mx.cpu) else None)
+        dtype = choose_dtype(args.dtype)
         if dtype is not None:
-            model.model.set_dtype(getattr(mx, dtype))
+            model.model.set_dtype(dtype)
         loaded.append(model)
     check_tokenizers(loaded[0].tokenizer, loaded[1].tokenizer)
     return loaded[0], loaded[1]

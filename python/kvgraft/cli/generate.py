@@ -207,14 +207,9 @@ def _check_top_k(top_k: int, folders: Sequence[Path]) -> None:
 
 
 def _handle(folder: Path, dtype: str | None) -> ModelHandle:
-    import mlx.core as mx
+    from kvgraft.models.handle import ModelHandle, choose_dtype
 
-    from kvgraft.models.handle import ModelHandle
-
-    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
-        # MLX's CPU back end multiplies float16 matrices one element at a time.
-        dtype = "float32"
-    return ModelHandle(folder, dtype=None if dtype is None else getattr(mx, dtype))
+    return ModelHandle(folder, dtype=choose_dtype(dtype))
 
 
 def _memory_limit(limit: int | None) -> MemoryLimit | None:

@@ -116,9 +116,9 @@ class Generation:
         """
         state = self.state
         if state.cache is None:
-            state.cache = make_prompt_cache(state.handle.model, state.max_kv_size)
+            state.cache = make_prompt_cache(state.handle.load(), state.max_kv_size)
         unread = state.tokens[state.n_cached : -1]
-        extend_cache(state.handle.model, unread, state.cache, step=self._prefill_step)
+        extend_cache(state.handle.load(), unread, state.cache, step=self._prefill_step)
         state.settle()
 
     def repair(self, *, chunk: int = 64, memory_limit: MemoryLimit | None = None) -> bool:
@@ -206,7 +206,7 @@ class Generation:
                     "the cache has dropped tokens and cannot go back by one; the conversation is "
                     "read again"
                 )
-        model = state.handle.model
+        model = state.handle.load()
         check_tokens(model, state.tokens)
         if state.cache is None:
             state.cache = make_prompt_cache(model, state.max_kv_size)

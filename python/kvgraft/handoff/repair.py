@@ -26,7 +26,7 @@ class Repair:
     def __init__(self, state: GenerationState, *, chunk: int) -> None:
         if chunk < 2:
             raise ValueError(f"A repair must read at least 2 tokens per step, got {chunk}.")
-        self._model = state.handle.model
+        self._model = state.handle.load()
         self._chunk = chunk
         self._cache: list[Any] = make_prompt_cache(self._model, state.max_kv_size)
 

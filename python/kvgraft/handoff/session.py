@@ -294,7 +294,7 @@ class Session:
     def _begin_turn(self) -> GenerationState:
         """The state with the new message in it, and what is cached of it."""
         handle = self._handles[self._current]
-        handle.model  # noqa: B018 - the tokenizer comes with it
+        handle.load()  # the tokenizer comes with it
         if self._state is None:
             self._state = GenerationState(handle, [], None, self._sampler, self._processors)
         self._show_messages(self._state)

@@ -363,7 +363,7 @@ class _Switch:
     def _load(self) -> None:
         try:
             with self._timed("load"):
-                self.handle.model  # noqa: B018 - loads it
+                self.handle.load()
         except Exception as error:  # a loader of the caller's may raise anything
             self.handle.unload()
             raise HandoffError(
@@ -425,7 +425,7 @@ class _Switch:
         with self._timed("read"):
             cache = self._own(min(last, _leading(self.own_spans, native_only=True)))
             n = self.report.reused
-            extend_cache(self.handle.model, tokens[n:last], cache, step=self.prefill_step)
+            extend_cache(self.handle.load(), tokens[n:last], cache, step=self.prefill_step)
             self._quantize(cache)
         return cache, [Span(last, 0)]
 
@@ -458,7 +458,7 @@ class _Switch:
             if n <= length or caches.trim(own, length):
                 self.report.reused = min(n, length)
                 return own
-        return list(make_prompt_cache(self.handle.model, self.state.max_kv_size))
+        return list(make_prompt_cache(self.handle.load(), self.state.max_kv_size))
 
     def _map(
         self, mapper: Mapper, tokens: Sequence[int], last: int
@@ -489,7 +489,7 @@ class _Switch:
             with self._timed("head"):
                 own = self._own(held)
                 extend_cache(
-                    self.handle.model, tokens[report.reused : head], own, step=self.prefill_step,
+                    self.handle.load(), tokens[report.reused : head], own, step=self.prefill_step,
                     on_step=lambda _: self._check("reading the head"),
                 )  # fmt: skip
         head_spans = [*cut(self.own_spans, 0, report.reused), Span(head - report.reused, 0)]
@@ -502,7 +502,7 @@ class _Switch:
             cache = map_cache(
                 source,
                 mapper,
-                self.handle.model,
+                self.handle.load(),
                 target_geometry=self.handle.geometry,
                 n_tokens=stop,
                 head=own,
@@ -515,7 +515,7 @@ class _Switch:
         report.head, report.mapped, report.tail = head, stop - head, len(tokens) - stop
         if stop < last:
             with self._timed("tail"):
-                extend_cache(self.handle.model, tokens[stop:last], cache, step=self.prefill_step)
+                extend_cache(self.handle.load(), tokens[stop:last], cache, step=self.prefill_step)
         mapped = [Span(s.n_tokens, s.mapped + 1) for s in cut(state.spans, head, stop)]
         return cache, join([*head_spans, *mapped, Span(last - stop, 0)])
 
