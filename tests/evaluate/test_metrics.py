@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import zoo
-from kvgraft.models.forward import prefill
 from scipy.special import log_softmax, softmax
 
 from kvgraft.cache import read_cache
 from kvgraft.evaluate.attention import attention_cosines, watched_attention
 from kvgraft.evaluate.metrics import TokenScores, Variance, bootstrap, distance_bins, score_tokens
+from kvgraft.models.forward import prefill
 from kvgraft.models.probe import read_geometry
 
 

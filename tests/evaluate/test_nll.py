@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import zoo
-from kvgraft.models.forward import continuation_nll, prefill
 
 from kvgraft.errors import FitError
 from kvgraft.evaluate.nll import ArmResult, prefix_nll, run_arms
+from kvgraft.models.forward import continuation_nll, prefill
 
 PREFIX = 20
 

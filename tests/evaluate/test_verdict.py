@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import mappers
 import pytest
-from kvgraft.mapper.quality import DO_NOT_SHIP, SHIP, WARN
 
 import kvgraft
 from kvgraft.errors import QualityWarning
 from kvgraft.evaluate import verdict
 from kvgraft.evaluate.verdict import Facts, judge
+from kvgraft.mapper.quality import DO_NOT_SHIP, SHIP, WARN
 
 GOOD = Facts(
     finite=True,
