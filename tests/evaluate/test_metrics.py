@@ -11,8 +11,15 @@ import zoo
 from scipy.special import log_softmax, softmax
 
 from kvgraft.cache import read_cache
-from kvgraft.evaluate.attention import attention_cosines, watched_attention
-from kvgraft.evaluate.metrics import TokenScores, Variance, bootstrap, distance_bins, score_tokens
+from kvgraft.evaluate.metrics import (
+    TokenScores,
+    Variance,
+    attention_cosines,
+    bootstrap,
+    distance_bins,
+    score_tokens,
+)
+from kvgraft.models.attention_hook import capture_attention
 from kvgraft.models.forward import prefill
 from kvgraft.models.probe import read_geometry
 
@@ -98,38 +105,6 @@ def test_r2_over_documents_is_that_of_all_rows():
 # ------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss"])
-def test_watched_attention_sees_what_the_model_does(name):
-    """Attending again with what was seen gives the outputs that went on in the model."""
-    from mlx_lm.models import base
-
-    model = zoo.make(name)
-    tokens = np.random.default_rng(0).integers(1, 90, 12).tolist()
-    cache = prefill(model, tokens[:7])
-    seen, outputs = [], []
-    original = base.scaled_dot_product_attention
-    with watched_attention(model, cache, seen.append) as possible:
-        model(mx.array([tokens[7:]]), cache=cache)
-    assert possible and sorted(s.layer for s in seen) == list(range(len(cache)))
-    for call in seen:
-        n = call.keys.shape[1]
-        mask = np.triu(np.full((5, n), -np.inf), n - 5 + 1).astype(np.float32)
-        outputs.append(
-            original(
-                call.queries[None], call.keys[None], call.values[None], cache[call.layer],
-                call.scale, mx.array(mask),
-                **({"sinks": call.sinks} if call.sinks is not None else {}),
-            )
-        )  # fmt: skip
-        from kvgraft.evaluate.attention import _attend
-
-        mine = _attend(call, call.keys, call.values)
-        mine = mine.reshape(1, -1, *mine.shape[2:])
-        assert mx.allclose(mine, outputs[-1], atol=1e-4)
-    after = [m for m in model.modules() if type(m).__module__.endswith(name)]
-    assert after and base.scaled_dot_product_attention is original
-
-
 def test_cosines_are_one_for_native_keys_and_fall_with_noise():
     model = zoo.make("qwen3")
     geometry = read_geometry(model)
@@ -137,11 +112,11 @@ def test_cosines_are_one_for_native_keys_and_fall_with_noise():
     cache = prefill(model, tokens[:20])
     native = [(mx.contiguous(k), mx.contiguous(v)) for k, v in read_cache(cache).layers]
     mx.eval(native)
-    seen = []
-    with watched_attention(model, cache, seen.append):
+    calls = []
+    with capture_attention(model, cache, calls.append):
         model(mx.array([tokens[20:]]), cache=cache)
     mx.random.seed(0)
-    for call in seen:
+    for call in calls:
         k, v = (x[0] for x in native[call.layer])
         same = np.array(attention_cosines(call, k, v))
         assert same.shape == (4,), "one per query head"
@@ -151,4 +126,4 @@ def test_cosines_are_one_for_native_keys_and_fall_with_noise():
             for s in (0.1, 10.0)
         )
         assert 1 > little > much
-    assert len(seen) == len(geometry.layers)
+    assert len(calls) == len(geometry.layers)

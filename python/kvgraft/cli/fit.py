@@ -114,8 +114,8 @@ def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
         "--token-weights",
         choices=["auto", "attention", "uniform"],
         default="auto",
-        help="let tokens that the target attends to count for more ('auto': where that can be "
-        "looked at), or all alike",
+        help="let tokens that the target attends to count for more ('auto': where it can be "
+        "instrumented), or all alike",
     )
     text.add_argument("--heldout", type=float, default=0.1, help="share of sequences held out")
     text.add_argument(

@@ -10,7 +10,17 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Interval", "TokenScores", "Variance", "bootstrap", "distance_bins", "score_tokens"]
+from kvgraft.models.attention_hook import AttentionCall, attention_weights
+
+__all__ = [
+    "Interval",
+    "TokenScores",
+    "Variance",
+    "attention_cosines",
+    "bootstrap",
+    "distance_bins",
+    "score_tokens",
+]
 
 _RESAMPLES = 2000
 
@@ -177,3 +187,43 @@ class Variance:
         with np.errstate(divide="ignore", invalid="ignore"):
             out = np.where(variance > 1e-12 * self.squares, 1 - self.error / variance, np.nan)
         return [float(x) for x in out]
+
+
+def attention_cosines(call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+    """Cosine of a layer's attention output with mapped against native keys and values.
+
+    Queries and the new tokens' own keys and values are native in both, so it is
+    this layer's map alone that is measured (the number that predicts retention
+    in Heo et al., arXiv:2608.03893, section 5).
+
+    Args:
+        call: Attention of the layer in a native run.
+        keys: ``[kv heads, prefix, head_dim]`` mapped keys of the prefix.
+        values: ``[kv heads, prefix, value_dim]`` mapped values.
+
+    Returns:
+        ``[heads]`` means over the new tokens. Lazy.
+    """
+    prefix = keys.shape[1]
+
+    def joined(mapped: mx.array, native: mx.array) -> mx.array:
+        return mx.concatenate([mapped.astype(native.dtype), native[:, prefix:]], axis=1)
+
+    native = _attend(call, call.keys, call.values)
+    mapped = _attend(call, joined(keys, call.keys), joined(values, call.values))
+    dot = (native * mapped).sum(axis=-1)
+    norms = mx.sqrt((native**2).sum(axis=-1) * (mapped**2).sum(axis=-1))
+    return (dot / mx.maximum(norms, 1e-20)).mean(axis=-1).reshape(-1)
+
+
+def _attend(call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+    """``[kv heads, queries per head, new tokens, value_dim]`` float32."""
+    n_kv, n_tokens = keys.shape[0], keys.shape[1]
+    q = call.queries.astype(mx.float32)
+    new = q.shape[1]
+    q = q.reshape(n_kv, -1, new, q.shape[2])
+    k, v = keys.astype(mx.float32)[:, None], values.astype(mx.float32)[:, None]
+    logits = call.scale * (q @ k.swapaxes(-1, -2))
+    at = mx.arange(n_tokens - new, n_tokens)
+    logits = mx.where(mx.arange(n_tokens)[None] <= at[:, None], logits, -mx.inf)
+    return attention_weights(logits, call.sinks) @ v

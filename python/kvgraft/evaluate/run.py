@@ -28,10 +28,9 @@ from kvgraft import cache as caches
 from kvgraft.errors import CacheError, EvaluationError
 from kvgraft.evaluate import arms
 from kvgraft.evaluate import timing as speed
-from kvgraft.evaluate.attention import Seen, attention_cosines, watched_attention
 from kvgraft.evaluate.checkpoint import EvalCheckpoint, SourceLayers
 from kvgraft.evaluate.importance import source_shares
-from kvgraft.evaluate.metrics import TokenScores, Variance, score_tokens
+from kvgraft.evaluate.metrics import TokenScores, Variance, attention_cosines, score_tokens
 from kvgraft.evaluate.native_ends import choose_policy, search
 from kvgraft.evaluate.needle import NeedleTask, answer, is_right, make_tasks
 from kvgraft.evaluate.results import DocumentResult, EvalConfig, Measurements, NeedleResult
@@ -39,6 +38,7 @@ from kvgraft.files import atomic
 from kvgraft.mapper import artifact
 from kvgraft.mapper.config import to_config
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.attention_hook import AttentionCall, capture_attention
 from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import LoadedModel, ModelIdentity, check_tokenizers, load_model
@@ -386,8 +386,8 @@ class _Run:
         cache = prefill(model, tokens[:at])
         seconds["prefill"] = time.perf_counter() - start
         native = arms.copy_of(cache)
-        seen: list[Seen] = []
-        with watched_attention(model, cache, seen.append):
+        calls: list[AttentionCall] = []
+        with capture_attention(model, cache, calls.append):
             logits = model(mx.array([tokens[at:-1]]), cache=cache)[0]
         found[arms.NATIVE], log_p = score_tokens(logits, following)
 
@@ -409,8 +409,8 @@ class _Run:
         mapped = arms.map_pairs(source, self.mapper, geometry, self.keep)
         seconds["map"] = time.perf_counter() - start
         finite = all(_ext.all_finite(x) for pair in mapped for x in pair)
-        cosines, keys, values = self._compare(geometry, seen, native, mapped)
-        seen.clear()
+        cosines, keys, values = self._compare(geometry, calls, native, mapped)
+        calls.clear()
         for head, tail in cfg.ends:
             found[arms.with_ends(head, tail)] = go_on(mapped, head, tail)
         for head in sorted({h for h, _ in cfg.ends if h}) if i < _TIMED_HEADS else ():
@@ -431,13 +431,13 @@ class _Run:
     def _compare(
         self,
         geometry: ModelGeometry,
-        seen: Sequence[Seen],
+        calls: Sequence[AttentionCall],
         native: arms.Pairs,
         mapped: arms.Pairs,
     ) -> tuple[list[list[float]], list[list[list[float]]], list[list[list[float]]]]:
         """Cosines by layer and head, and the sums that R² is made of."""
         cosines: list[list[float]] = [[] for _ in native]
-        for call in seen:
+        for call in calls:
             keys, values = mapped[call.layer]
             found: Any = attention_cosines(call, keys[0], values[0]).tolist()
             cosines[call.layer] = [float(c) for c in found]

@@ -35,7 +35,7 @@ class CachedRows:
             model's dtype, keys post-RoPE.
         values: One ``[n_kv_heads, rows, value_dim]`` array per cache.
         sensitivity: ``[2, rows]`` float32: how much errors of the keys and of the
-            values matter to the target; ``None`` if it was not looked at.
+            values matter to the target; ``None`` if it was not captured.
     """
 
     keys: list[mx.array]
@@ -80,7 +80,7 @@ def capture(
 
     Raises:
         FitError: If the caches are not what they should be, or the attention
-            cannot be looked at.
+            cannot be instrumented.
         TokenIdError: If the model does not have all of the tokens.
     """
     from mlx_lm.models.cache import make_prompt_cache

@@ -53,7 +53,7 @@ class FitConfig:
             keys are attention sinks.
         token_weights: ``"attention"``: rows count by how much the target's attention
             makes of them; see :mod:`kvgraft.fit.token_weights`. ``"uniform"``: all alike (the
-            paper). ``"auto"``: by attention where it can be looked at.
+            paper). ``"auto"``: by attention where it can be instrumented.
         effective_rows: Share of the rows that must still count (Kish) when they
             are weighted.
         heldout: Share of the sequences that is held out.

@@ -32,10 +32,11 @@ from kvgraft.fit.moments import KINDS, LayerRows, Moments, MomentSet, common_hea
 from kvgraft.fit.search import Documents, choose, read_documents, trace, with_own
 from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper, storage_problem
 from kvgraft.fit.time_estimate import FitTime, estimate_time, measure_blas
-from kvgraft.fit.token_weights import can_be_seen, row_weights
+from kvgraft.fit.token_weights import row_weights
 from kvgraft.fit.tune import KEPT_BYTES, tune
 from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.models.attention_hook import can_capture
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import LoadedModel, ModelIdentity, check_tokenizers, load_model
 from kvgraft.models.probe import read_geometry
@@ -575,11 +576,11 @@ def _settle_weights(target: _Side, config: FitConfig, tell: Callable[[str], None
     """Decide how rows are weighted, where that is left open."""
     if config.token_weights != "auto":
         return config
-    seen = can_be_seen(target.model(), target.geometry)
+    seen = can_capture(target.model())
     if not seen:
         tell(
-            f"The attention of {target.geometry.model_type} cannot be looked at; all tokens count "
-            "alike."
+            f"The attention of {target.geometry.model_type} cannot be instrumented; all tokens "
+            "count alike."
         )
     return replace(config, token_weights="attention" if seen else "uniform")
 

@@ -15,8 +15,6 @@ moments serves all layers, they are averaged: each layer counts the same.
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,23 +25,22 @@ from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
 from kvgraft.fit.moments import KINDS
+from kvgraft.models.attention_hook import AttentionCall, attention_weights, capture_attention
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.option_names import named
 
 __all__ = [
     "N_BOUNDARIES",
     "boundaries",
-    "can_be_seen",
     "recorded_sensitivities",
     "row_weights",
     "shrink",
 ]
 
 N_BOUNDARIES = 32
-"""Queries per sequence at which attention is looked at."""
+"""Queries per sequence at which attention is captured."""
 
 _FIRST = 12
-_NAME = "scaled_dot_product_attention"
 
 
 def boundaries(seq_len: int, count: int = N_BOUNDARIES) -> NDArray[np.int32]:
@@ -63,127 +60,51 @@ def recorded_sensitivities(
 ) -> Iterator[list[tuple[mx.array, mx.array]]]:
     """Record the sensitivities of the keys and values of one prefill.
 
-    While the context is entered, the attention function of the model's own
-    modules is replaced by one that looks at what it is given.
-
     Args:
         model: The target.
         cache: The caches that the prefill fills.
         geometry: Geometry of the target.
-        seq_len: Tokens that will be read in one call.
+        seq_len: Tokens of the prefill, which must be one call of the model.
 
     Yields:
         A list that holds, after the call, one ``([seq_len], [seq_len])`` pair
-        for the keys and the values of each layer that was seen; lazy.
+        for the keys and the values of each instrumented layer; lazy.
 
     Raises:
-        FitError: If the model does not call MLX-LM's attention function, so that
-            nothing can be seen.
+        FitError: If the model does not call mlx-lm's attention function, so that
+            it cannot be instrumented.
     """
     found: list[tuple[mx.array, mx.array]] = []
-    index = {id(entry): i for i, entry in enumerate(cache)}
     at = mx.array(boundaries(seq_len))
-    modules = _modules(model)
-    originals = {name: getattr(module, _NAME) for name, module in modules.items()}
 
-    def watching(original: Any) -> Any:
-        signature = inspect.signature(original)
+    def receive(call: AttentionCall) -> None:
+        found.append(_sensitivities(call, at, geometry.layers[call.layer].window))
 
-        def attention(*args: Any, **named: Any) -> Any:
-            # Models pass cache and scale by position or by name.
-            given = signature.bind(*args, **named).arguments
-            layer = index.get(id(given.get("cache")))
-            keys = given["keys"]
-            if layer is not None and isinstance(keys, mx.array):
-                found.append(
-                    _sensitivities(
-                        given["queries"],
-                        keys,
-                        given["values"],
-                        float(given["scale"]),
-                        at,
-                        geometry.layers[layer].window,
-                        given.get("sinks"),
-                    )
-                )
-            return original(*args, **named)
-
-        return attention
-
-    try:
-        for name, module in modules.items():
-            setattr(module, _NAME, watching(originals[name]))
+    with capture_attention(model, cache, receive):
         yield found
-    finally:
-        for name, module in modules.items():
-            setattr(module, _NAME, originals[name])
     if not found:
         raise FitError(
-            f"The attention of {geometry.model_type} cannot be looked at: it does not call "
+            f"The attention of {geometry.model_type} cannot be instrumented: it does not call "
             f"mlx-lm's scaled_dot_product_attention. Give {named('token_weights', 'uniform')}."
         )
 
 
-def can_be_seen(model: Any, geometry: ModelGeometry) -> bool:
-    """Whether a model's attention can be looked at; it reads two tokens to find out.
-
-    Args:
-        model: A live mlx-lm model.
-        geometry: Its geometry.
-    """
-    from mlx_lm.models.cache import make_prompt_cache
-
-    cache = make_prompt_cache(model)
-    try:
-        with recorded_sensitivities(model, cache, geometry, 2):
-            model(mx.array([[0, 1]]), cache=cache)
-    except FitError:
-        return False
-    return True
-
-
-def _modules(model: Any) -> dict[str, Any]:
-    """The modules of a model that have MLX-LM's attention function."""
-    out = {}
-    for name in {type(m).__module__ for m in model.modules()}:
-        module = sys.modules.get(name)
-        function = getattr(module, _NAME, None)
-        if callable(function):
-            try:
-                given = inspect.signature(function).parameters
-            except ValueError:  # a built-in of that name
-                continue
-            if {"queries", "keys", "values", "cache", "scale"} <= given.keys():
-                out[name] = module
-    return out
-
-
 def _sensitivities(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    at: mx.array,
-    window: int | None,
-    sinks: mx.array | None,
+    call: AttentionCall, at: mx.array, window: int | None
 ) -> tuple[mx.array, mx.array]:
     """``[T]`` sums over heads and boundaries, for keys and for values."""
-    n_kv, n_tokens = keys.shape[1], keys.shape[2]
-    q = queries[0][:, at].astype(mx.float32)
+    n_kv, n_tokens = call.keys.shape[0], call.keys.shape[1]
+    scale = call.scale
+    q = call.queries[:, at].astype(mx.float32)
     q = q.reshape(n_kv, -1, *q.shape[1:])  # [kv heads, queries per head, boundaries, D]
-    k, v = keys[0].astype(mx.float32)[:, None], values[0].astype(mx.float32)[:, None]
+    k, v = call.keys.astype(mx.float32)[:, None], call.values.astype(mx.float32)[:, None]
     logits = scale * (q @ k.swapaxes(-1, -2))
     positions = mx.arange(n_tokens)
     seen = positions[None] <= at[:, None]
     if window is not None:
         seen = mx.logical_and(seen, positions[None] > at[:, None] - window)
     logits = mx.where(seen, logits, -mx.inf)
-    if sinks is not None:
-        extra = sinks.astype(mx.float32).reshape(n_kv, -1, 1, 1)
-        extra = mx.broadcast_to(extra, (*logits.shape[:-1], 1))
-        attention = mx.softmax(mx.concatenate([logits, extra], axis=-1), axis=-1)[..., :-1]
-    else:
-        attention = mx.softmax(logits, axis=-1)
+    attention = attention_weights(logits, call.sinks)
     out = attention @ v
     # The token at the boundary is read natively: it has no error to weigh.
     squared = mx.where(positions[None] < at[:, None], attention**2, 0.0)
