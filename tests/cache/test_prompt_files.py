@@ -49,6 +49,7 @@ from kvgraft.errors import (
 )
 from kvgraft.handoff.transfer_file import prompt_tokens, transfer_file
 from kvgraft.mapper.mapper import LayerMap, Mapper
+from kvgraft.mapper.quality import Quality
 from kvgraft.models.forward import prefill
 from kvgraft.models.loading import load_model
 from kvgraft.models.probe import read_geometry
@@ -817,14 +818,14 @@ def test_bad_input_is_named_and_nothing_written(
 
 def evaluated(quality: dict[str, Any]) -> Mapper:
     mapper = Mapper.load(MAPPER)
-    mapper.quality = quality
+    mapper.quality = Quality.from_record(quality)
     return mapper
 
 
 def test_what_the_evaluation_says_is_heeded(prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     bad = evaluated({"verdict": "do not ship", "reasons": ["It is worse."]})
-    with pytest.raises(PairMismatchError, match="do not ship. It is worse"):
+    with pytest.raises(PairMismatchError, match="do not ship.: It is worse"):
         transfer_file(prompt_file, out, bad, SMALL)
     assert not out.exists()
     forced = transfer_file(prompt_file, out, bad, SMALL, force=True)

@@ -16,6 +16,7 @@ from kvgraft.cli.parser import build_parser
 from kvgraft.cli.pretty import outline
 from kvgraft.demo.data import bundled
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.quality import Quality
 
 LARGE, SMALL = str(bundled("models/large")), str(bundled("models/small"))
 TEXT = str(bundled("text/calibration_stories.txt"))
@@ -234,7 +235,7 @@ def test_what_rounding_costs_is_said(mapper, tmp_path, capsys):
 
 def test_a_verdict_is_that_of_its_weights(mapper, tmp_path, capsys):
     judged = Mapper.load(mapper)
-    judged.quality = {"verdict": "ship", "reasons": []}
+    judged.quality = Quality.from_record({"verdict": "ship", "reasons": []})
     folder = judged.save(tmp_path / "judged")
     (folder / "eval").mkdir()
     (folder / "eval" / "report.md").write_text("of these weights")
@@ -242,12 +243,12 @@ def test_a_verdict_is_that_of_its_weights(mapper, tmp_path, capsys):
     for weights, verdict in (("float16", "ship"), ("4bit", None)):
         out = tmp_path / weights
         assert main(["convert", str(folder), str(out), "--weights", weights]) == 0
-        assert Mapper.load(out).quality.get("verdict") == verdict
+        assert Mapper.load(out).quality.verdict == verdict
     assert main(["convert", str(folder), str(folder), "--weights", "8bit"]) == 1
     assert "Choose another" in capsys.readouterr().err
     judged.save(folder)
     assert (folder / "eval" / "report.md").exists()
-    judged.quality = {}
+    judged.quality = Quality()
     judged.save(folder)  # as a new fit does
     assert not (folder / "eval").exists() and (folder / "mine.txt").exists()
 

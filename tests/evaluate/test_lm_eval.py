@@ -10,6 +10,7 @@ from eval_problems import identity
 from fit_problems import prose, save_model
 
 from kvgraft.errors import PairMismatchError
+from kvgraft.mapper.quality import Quality
 from kvgraft.models.forward import prefill
 
 if not os.environ.get("KVGRAFT_CI"):  # an optional extra; build machines have it
@@ -80,7 +81,7 @@ def test_replies_stop_where_the_task_says(folder):
 
 def test_the_policy_is_the_mappers(folder):
     mapper = identity(folder / "model")
-    mapper.quality = {"verdict": "ship", "policy": {"head": 4, "tail": 32}}
+    mapper.quality = Quality.from_record({"verdict": "ship", "policy": {"head": 4, "tail": 32}})
     lm = grafted(folder, mapper)
     assert (lm._head, lm._tail) == (4, 32)
     assert math.isfinite(scores(lm)[0][0])

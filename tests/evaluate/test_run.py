@@ -21,6 +21,7 @@ from kvgraft.evaluate.run import measure
 from kvgraft.evaluate.summary import summarise
 from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.quality import Quality
 from kvgraft.models.loading import load_model
 from kvgraft.models.probe import read_geometry
 
@@ -215,7 +216,7 @@ def evaluated(tmp_path_factory):
     """A copy of the bundled mapper after ``kvgraft eval``, and its exit status."""
     path = tmp_path_factory.mktemp("bundled") / "mapper"
     mapper = Mapper.load(bundled("mapper"))
-    mapper.quality = {}
+    mapper.quality = Quality()
     mapper.save(path)
     text = ["--text", str(TEXT / "heldout_stories.txt"), str(TEXT / "heldout_novels.txt")]
     status = main(["eval", str(path), *PAIR, *text, *QUICK, "--fail-below", "warning"])
@@ -225,7 +226,7 @@ def evaluated(tmp_path_factory):
 def test_the_command_stores_verdict_policy_and_numbers(evaluated):
     path, status = evaluated
     assert artifact.verify(path).ok
-    quality = Mapper.load(path).quality
+    quality = Mapper.load(path).quality.record
     results = json.loads((path / "eval" / "eval.json").read_text())
     assert (
         quality["verdict"]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
-import mappers
 import pytest
 
-import kvgraft
-from kvgraft.errors import QualityWarning
-from kvgraft.evaluate import verdict
 from kvgraft.evaluate.verdict import Facts, judge
 from kvgraft.mapper.quality import DO_NOT_SHIP, SHIP, WARN
 
@@ -104,41 +99,3 @@ def test_the_gate():
     ship, warn, no = judge(GOOD), judge(replace(GOOD, documents=2)), judge(replace(GOOD, finite=0))
     assert [v.below(SHIP) for v in (ship, warn, no)] == [False, True, True]
     assert [v.below(WARN) for v in (ship, warn, no)] == [False, False, True]
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    monkeypatch.setattr(verdict, "_warned", set())
-
-
-def saved(tmp_path, quality, name="m"):
-    mapper = mappers.mapper()
-    mapper.quality = quality
-    return mapper.save(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "quality, words",
-    [
-        ({}, "never evaluated"),
-        ({"verdict": WARN, "reasons": ["Exact recall is lost."]}, "Exact recall is lost"),
-        ({"verdict": DO_NOT_SHIP, "reasons": ["It is worse."]}, "do not ship. It is worse."),
-        ({"verdict": "of another version"}, "never evaluated"),
-    ],
-)
-def test_opening_a_doubtful_mapper_warns_once(tmp_path, fresh, quality, words):
-    path = saved(tmp_path, quality)
-    with pytest.warns(QualityWarning, match=words) as caught:
-        kvgraft.load_mapper(path)
-    assert caught[0].filename == __file__, "the warning points at the caller"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kvgraft.load_mapper(path)
-    with pytest.warns(QualityWarning):
-        kvgraft.load_mapper(saved(tmp_path, quality, "another"))
-
-
-def test_opening_a_good_mapper_is_quiet(tmp_path, fresh):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kvgraft.load_mapper(saved(tmp_path, {"verdict": SHIP, "reasons": []}))

@@ -19,6 +19,7 @@ from kvgraft.cache import is_mapped, n_tokens
 from kvgraft.cache.map import map_cache
 from kvgraft.errors import CacheError, HandoffError, MemoryLimitError, TruncatedFileError
 from kvgraft.handoff import Generation, GenerationState, MemoryLimit, Span, switch
+from kvgraft.mapper.quality import Quality
 from kvgraft.models.forward import prefill
 from kvgraft.models.handle import ModelHandle
 
@@ -364,7 +365,9 @@ def _fails(case: str, mapper):
     if case == "other pair":
         return identity_mapper(zoo.make("llama linear")), "other models"
     if case == "verdict":
-        mapper.quality = {"verdict": "do not ship", "reasons": ["worse than no context"]}
+        mapper.quality = Quality.from_record(
+            {"verdict": "do not ship", "reasons": ["worse than no context"]}
+        )
         return mapper, "worse than no context"
     if case == "nan":
         mapper.layers[-1].values.weight = mapper.layers[-1].values.weight * float("nan")
@@ -411,7 +414,7 @@ def test_whatever_prevents_mapping_reads_again_and_says_so(case, caplog):
 def test_a_bad_verdict_can_be_overruled():
     source = handle()
     mapper = identity_mapper(source.load())
-    mapper.quality = {"verdict": "do not ship", "reasons": ["too bad"]}
+    mapper.quality = Quality.from_record({"verdict": "do not ship", "reasons": ["too bad"]})
     run = Generation.start(source, PROMPT)
     next(run)
     done = switch(run.stop(), handle(), mapper, force=True)
@@ -421,10 +424,10 @@ def test_a_bad_verdict_can_be_overruled():
 def test_the_mappers_policy_is_the_default():
     source = handle()
     mapper = identity_mapper(source.load())
-    mapper.quality = {
-        "verdict": "ship with warning", "reasons": ["recall drops"],
-        "policy": {"head": 3, "tail": 5},
-    }  # fmt: skip
+    policy = {"head": 3, "tail": 5}
+    mapper.quality = Quality.from_record(
+        {"verdict": "ship with warning", "reasons": ["recall drops"], "policy": policy}
+    )
     run = Generation.start(source, PROMPT)
     next(run)
     report = switch(run.stop(), handle(), mapper).report

@@ -44,6 +44,7 @@ from kvgraft.files.safetensors import Writer
 from kvgraft.mapper import artifact
 from kvgraft.mapper.artifact import check_pair, load, save, verify
 from kvgraft.mapper.mapper import LinearMap, Mapper, Storage
+from kvgraft.mapper.quality import Quality
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import ModelIdentity
 from kvgraft.models.rope import RopeSpec
@@ -125,7 +126,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path, mapper, form):
     loaded = Mapper.load(path)
     assert not any(m.is_loaded for m in loaded.layers)
     assert_same_mapper(mapper, loaded)
-    assert loaded.quality == mapper.quality == {}
+    assert loaded.quality == mapper.quality == Quality()
     if form == "file":
         assert os.listdir(tmp_path) == ["a.safetensors"]
     else:
@@ -322,10 +323,10 @@ def test_unserialisable_information_is_refused_by_name(tmp_path):
 def test_numbers_of_other_libraries_are_written(tmp_path):
     mapper = mappers.mapper()
     mapper.fit = {"a": np.float32(0.5), "b": np.int64(3), "c": mx.array(2.0), "d": (1, None)}
-    mapper.quality = {"nll": {"gap": float("inf")}}
+    mapper.quality = Quality.from_record({"nll": {"gap": float("inf")}})
     loaded = Mapper.load(mapper.save(tmp_path / "a"))
     assert loaded.fit == {"a": 0.5, "b": 3, "c": 2.0, "d": [1, None]}
-    assert loaded.quality == {"nll": {"gap": None}}
+    assert loaded.quality.record == {"nll": {"gap": None}}
 
 
 def test_progress_reaches_the_end(tmp_path):
@@ -343,7 +344,9 @@ def test_the_card_says_what_was_measured(tmp_path):
     mapper.save(tmp_path / "a")
     text = (tmp_path / "a/README.md").read_text()
     assert "**Not evaluated.**" in text
-    mapper.quality = {"nll": {"native": 2.5, "mapped": 2.75}, "verdict": "ship | warn"}
+    mapper.quality = Quality.from_record(
+        {"nll": {"native": 2.5, "mapped": 2.75}, "verdict": "ship | warn"}
+    )
     mapper.save(tmp_path / "a")
     text = (tmp_path / "a/README.md").read_text()
     assert "Not evaluated" not in text
@@ -586,7 +589,7 @@ def test_verify_of_good_artifacts(folder, tmp_path):
     assert {f.status for f in report.files} == {"ok"} and len(report.files) == 3
     assert "OK" in str(report) and "org/large" in str(report) and "never evaluated" in str(report)
     mapper = load(folder)
-    mapper.quality = {"verdict": "ship"}
+    mapper.quality = Quality.from_record({"verdict": "ship"})
     mapper.save(tmp_path / "a.safetensors")
     report = verify(tmp_path / "a.safetensors")
     assert report.ok and "no checksum" in str(report) and "never evaluated" not in str(report)
@@ -987,10 +990,10 @@ def test_saving_over_its_own_file(folder):
 
 def test_saving_over_its_own_single_file(tmp_path):
     mapper = load(mappers.mapper().save(tmp_path / "a.safetensors"))
-    mapper.quality = {"verdict": "ship"}
+    mapper.quality = Quality.from_record({"verdict": "ship"})
     mapper.save(tmp_path / "a.safetensors")
     assert mapper.read_layer(2).is_loaded
-    assert load(tmp_path / "a.safetensors").quality == {"verdict": "ship"}
+    assert load(tmp_path / "a.safetensors").quality.record == {"verdict": "ship"}
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 

@@ -37,6 +37,7 @@ from kvgraft.demo.data import Conversation, bundled, documents
 from kvgraft.errors import FormatError, ServerError, TokenizerMismatchError
 from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.quality import Quality
 from kvgraft.models.forward import prefill
 from kvgraft.models.loading import LoadedModel, ModelIdentity, load_model
 from kvgraft.serve import MappingPromptCache, Route, RouteTable, Server, load_routes, make_provider
@@ -389,7 +390,7 @@ def altered(tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_a_mapper_that_is_not_worth_it_is_left_out_unless_forced(tmp_path):
-    path = altered(tmp_path, quality={"verdict": "do not ship"})
+    path = altered(tmp_path, quality=Quality.from_record({"verdict": "do not ship"}))
     routes, left_out = load_routes([path])
     assert len(routes) == 0 and "force=True" in left_out[0]
     routes, left_out = load_routes([path], force=True)
@@ -397,7 +398,7 @@ def test_a_mapper_that_is_not_worth_it_is_left_out_unless_forced(tmp_path):
 
 
 def test_a_policy_is_read(tmp_path):
-    quality = {"verdict": "ship", "policy": {"head": 4, "tail": 16}}
+    quality = Quality.from_record({"verdict": "ship", "policy": {"head": 4, "tail": 16}})
     (route,) = load_routes([altered(tmp_path, quality=quality)])[0]
     assert (route.head, route.tail, route.verdict) == (4, 16, "ship")
 
@@ -405,7 +406,7 @@ def test_a_policy_is_read(tmp_path):
 @pytest.mark.parametrize("policy", [{"head": -1}, {"tail": "4"}, {"tail": True}, [4, 16]])
 def test_a_senseless_policy_is_refused(tmp_path, policy):
     with pytest.raises(FormatError, match="policy"):
-        load_routes([altered(tmp_path, quality={"policy": policy})])
+        load_routes([altered(tmp_path, quality=Quality(record={"policy": policy}))])
 
 
 def test_a_mapper_must_say_its_models_and_they_must_share_a_tokenizer(tmp_path):
@@ -684,7 +685,7 @@ def test_its_own_head_is_kept_and_the_rest_mapped(bench):
 
 
 def test_the_policy_of_the_artifact_is_followed(pair, folders, tmp_path):
-    quality = {"verdict": "ship", "policy": {"head": 4, "tail": 16}}
+    quality = Quality.from_record({"verdict": "ship", "policy": {"head": 4, "tail": 16}})
     bench = Bench(pair, folders, routes=load_routes([altered(tmp_path, quality=quality)])[0])
     bench.read("large", IDS)
     fetched, origin = bench.read("small", IDS)

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Read, convert, write."""
     from kvgraft.errors import FormatError
     from kvgraft.mapper import artifact, veloxquant
+    from kvgraft.mapper.quality import Quality
 
     mapper = artifact.load(args.mapper)
     if Path(args.out).resolve() == Path(args.mapper).resolve():
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         out = veloxquant.export_veloxquant(mapper, args.out)
     else:
         if args.weights in ("8bit", "4bit"):
-            mapper.quality = {}  # that of other weights
+            mapper.quality = Quality()  # the old one is that of other weights
         out = artifact.save(mapper, args.out, weights=args.weights)
     print(f"Wrote {out}")
     if args.to == "kvgraft" and args.weights in ("8bit", "4bit"):

@@ -165,8 +165,8 @@ def _print_pair(source: LoadedModel, target: LoadedModel, mapper: Mapper) -> Non
         )
     facts = ", ".join(f"{k} {mapper.fit[k]}" for k in ("plan", "k", "rows") if k in mapper.fit)
     print(f"mapper  {mapper.n_parameters / 1e6:.2f} M parameters ({facts or 'unknown fit'})")
-    level = mapper.quality.get("verdict")
-    print(f"verdict {level if level else 'never evaluated (kvgraft eval)'}")
+    verdict = mapper.quality.verdict
+    print(f"verdict {verdict if verdict else 'never evaluated (kvgraft eval)'}")
     print(f"device  {mx.default_device()}", flush=True)
 
 

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     for title, geometry in (("source", mapper.source), ("target", mapper.target)):
         print(f"\n{title}")
         _print_geometry(geometry, args.layers)
-    for title, facts in (("fit", mapper.fit), ("quality", mapper.quality)):
+    for title, facts in (("fit", mapper.fit), ("quality", mapper.quality.record)):
         print(f"\n{title}")
         for line in outline({k: _without_fingerprints(v) for k, v in facts.items()}):
             print(line)

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     for route in routes:
         print(f"kvgraft: {route}", flush=True)
         if route.verdict != "ship":
-            for reason in route.mapper.quality.get("reasons", []):
+            for reason in route.mapper.quality.reasons:
                 print(f"kvgraft:   {reason}", flush=True)
     for message in left_out:
         print(f"kvgraft: {message}", flush=True)

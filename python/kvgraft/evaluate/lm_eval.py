@@ -81,9 +81,9 @@ class MappedLM(MLXLM):
             target_model=second.identity(),
         )
         self._source, self._model, self.tokenizer = first.model, second.model, second.tokenizer
-        policy = self._mapper.quality.get("policy") or {}
-        self._head = int(policy.get("head", 0)) if head is None else head
-        self._tail = max(1, int(policy.get("tail", 1)) if tail is None else tail)
+        quality = self._mapper.quality
+        self._head = quality.native_start if head is None else head
+        self._tail = max(1, quality.native_end if tail is None else tail)
         self._max_tokens = max_tokens
         self._batch_size = 1
         self._sampler = None

@@ -12,6 +12,7 @@ from kvgraft.evaluate.summary import stored_quality
 from kvgraft.files import atomic
 from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.quality import Quality
 
 __all__ = ["default_folder", "is_writable_artifact", "store", "write_results"]
 
@@ -40,7 +41,7 @@ def store(mapper: Mapper, path: Path, results: dict[str, Any]) -> None:
     Raises:
         ArtifactWriteError: If that is not permitted, or the disk is full.
     """
-    mapper.quality = stored_quality(results)
+    mapper.quality = Quality.from_record(stored_quality(results))
     mapper.save(path)
 
 

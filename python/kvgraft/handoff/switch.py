@@ -250,13 +250,11 @@ class _Switch:
             for part in (m.keys, m.values):
                 part.storage  # noqa: B018 - raises where weights are missing
         quality = mapper.quality
-        if quality.get("verdict") == "do not ship":
-            reasons = "; ".join(str(r) for r in quality.get("reasons", ())) or "no reason recorded"
-            if not self.force:
-                raise _Refused(f"the mapper was measured and should not be used: {reasons}")
-            self.report.warnings.append(f"Forced against the mapper's verdict: {reasons}.")
-        elif quality.get("verdict") == "ship with warning":
-            self.report.warnings += [f"Mapper: {reason}" for reason in quality.get("reasons", ())]
+        refusal = quality.refusal()
+        if refusal and not self.force:
+            raise _Refused(f"the mapper should not be used: {refusal}")
+        if quality.evaluated:
+            self.report.warnings += quality.warnings()
         identity = state.handle.identity
         self.report.warnings += artifact.check_pair(
             mapper,
@@ -464,9 +462,8 @@ class _Switch:
         self, mapper: Mapper, tokens: Sequence[int], last: int
     ) -> tuple[list[Any], list[Span]]:
         state, report = self.state, self.report
-        policy = mapper.quality.get("policy") or {}
-        head = int(policy.get("head", 0)) if self.head is None else self.head
-        tail = int(policy.get("tail", 1)) if self.tail is None else self.tail
+        head = mapper.quality.native_start if self.head is None else self.head
+        tail = mapper.quality.native_end if self.tail is None else self.tail
         stop = min(len(tokens) - max(1, tail), state.n_cached)
         held = min(_leading(self.own_spans), stop) if self.own_cache else 0
         if self.max_mapped is not None:

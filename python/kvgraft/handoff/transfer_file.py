@@ -179,16 +179,13 @@ def transfer_file(
 
 def _check_verdict(mapper: Mapper, force: bool) -> list[str]:
     """Refuse a mapper that was measured to be worse than reading again."""
-    verdict = mapper.quality.get("verdict")
-    reasons = " ".join(str(r) for r in mapper.quality.get("reasons") or [])
-    if verdict == "do not ship" and not force:
+    refusal = mapper.quality.refusal()
+    if refusal and not force:
         raise PairMismatchError(
-            f"The evaluation of this mapper says: do not ship. {reasons} Read the prompt with the "
-            f"target instead (mlx_lm.cache_prompt), or insist with {named('force', True)}."
+            f"This mapper should not be used: {refusal} Read the prompt with the target instead "
+            f"(mlx_lm.cache_prompt), or insist with {named('force', True)}."
         )
-    if verdict is None:
-        return ["the mapper was never evaluated; see `kvgraft eval`"]
-    return [] if verdict == "ship" else [f"the mapper's verdict is: {verdict}. {reasons}".rstrip()]
+    return mapper.quality.warnings()
 
 
 def _ends(
@@ -200,8 +197,7 @@ def _ends(
     notes: list[str],
 ) -> tuple[int, int]:
     """How many tokens the target reads itself, where the user leaves it open."""
-    policy = mapper.quality.get("policy") or {}
-    wanted = int(policy.get("head", 0)), max(0, int(policy.get("tail", 1)) - 1)
+    wanted = mapper.quality.native_start, mapper.quality.native_end - 1
     if tokens is None and head is None and tail is None:
         if any(wanted):
             notes.append(

@@ -151,7 +151,7 @@ def save(
             _write_weights({fresh: list(tensors)}, tensors, config, arrays, progress)
     else:
         # A report of weights that were never evaluated is about those that are replaced.
-        ours = is_artifact_file if mapper.quality else _is_artifact_file_or_report
+        ours = is_artifact_file if mapper.quality.record else _is_artifact_file_or_report
         with atomic.replacing_folder(path, _check_replaceable_folder, ours) as folder:
             atomic.check_space(folder, nbytes)
             _fill_folder(folder, mapper, config, tensors, arrays, shard_bytes, nbytes, progress)
@@ -678,7 +678,7 @@ def _verify(path: Path) -> VerifyReport:
             notes.append(
                 "This form of artifact carries no checksums; shapes and numbers were checked."
             )
-        if not mapper.quality:
+        if not mapper.quality.evaluated:
             notes.append("Its quality was never evaluated.")
     except FormatError as error:
         # A damaged file often can't be opened either; say it once.

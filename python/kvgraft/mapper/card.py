@@ -45,7 +45,7 @@ def model_card(mapper: Mapper, nbytes: int) -> str:
         "",
         "## Quality",
         "",
-        *_quality(mapper.quality),
+        *_quality(mapper.quality.record),
         "",
         "## Fit",
         "",

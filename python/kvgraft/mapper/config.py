@@ -9,6 +9,7 @@ from typing import Any
 
 from kvgraft.errors import FormatError, GeometryError, VersionError
 from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper, Storage
+from kvgraft.mapper.quality import Quality
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import ModelIdentity
 
@@ -67,7 +68,7 @@ def to_config(mapper: Mapper, storage: Mapping[tuple[int, str], Storage]) -> dic
             for m in mapper.layers
         ],
         "fit": mapper.fit,
-        "quality": mapper.quality,
+        "quality": mapper.quality.record,
     }
     result: dict[str, Any] = plain(config, "mapper")
     return result
@@ -134,9 +135,11 @@ def from_config(config: Any, where: str) -> Mapper:
             source_model=_identity(config["source"].get("identity")),
             target_model=_identity(config["target"].get("identity")),
             fit=dict(_typed(config.get("fit", {}), dict, "fit")),
-            quality=dict(_typed(config.get("quality", {}), dict, "quality")),
+            quality=Quality.from_record(_typed(config.get("quality", {}), dict, "quality"), where),
         )
         mapper.check()
+    except FormatError:
+        raise
     except KeyError as error:
         raise FormatError(f"{where} lacks the entry {error}. {_AGAIN}") from error
     except GeometryError as error:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from kvgraft.errors import ArgumentError, GeometryError, MapperNotFoundError
+from kvgraft.mapper.quality import Quality
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.loading import ModelIdentity
 from kvgraft.ops.quantized import AffineWeight, Weight, dequantize, weight_shape
@@ -244,7 +245,7 @@ class Mapper:
         target_model: Identity of the target; ``None`` if unknown.
         fit: How it was fitted: ``lambda``, ``lambda_convention``, ``rows``,
             ``selection``, ``plan``, ``k``, ``text`` (digest, token counts), …
-        quality: What was measured on held-out text; empty if nothing was.
+        quality: What was measured on held-out text.
         store: Where unloaded weights are read from; ``None`` if in memory only.
     """
 
@@ -255,7 +256,7 @@ class Mapper:
     source_model: ModelIdentity | None = None
     target_model: ModelIdentity | None = None
     fit: dict[str, Any] = field(default_factory=dict)
-    quality: dict[str, Any] = field(default_factory=dict)
+    quality: Quality = field(default_factory=Quality)
     store: WeightStore | None = field(default=None, repr=False, compare=False)
 
     @property

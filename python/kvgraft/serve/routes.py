@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvgraft.errors import FormatError, TokenizerMismatchError
 from kvgraft.mapper import artifact
@@ -13,10 +12,7 @@ from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.loading import ModelIdentity
 from kvgraft.option_names import named
 
-__all__ = ["DO_NOT_SHIP", "Route", "RouteTable", "load_routes", "same_model"]
-
-DO_NOT_SHIP = "do not ship"
-"""The verdict in ``mapper.quality`` of a mapper that is not worth using."""
+__all__ = ["Route", "RouteTable", "load_routes", "same_model"]
 
 
 @dataclass(frozen=True)
@@ -99,16 +95,17 @@ def load_routes(
 
     Raises:
         FormatError: If an artifact is damaged, does not say which models it is
-            for, or holds a policy that makes no sense.
+            for, or holds a malformed quality record.
         TokenizerMismatchError: If its two models have different tokenizers.
     """
     routes: list[Route] = []
     left_out: list[str] = []
     for path in paths:
         route = _open(path)
-        if route.verdict == DO_NOT_SHIP and not force:
+        refusal = route.mapper.quality.refusal()
+        if refusal and not force:
             left_out.append(
-                f"{os.fspath(path)} is not used: its evaluation says {DO_NOT_SHIP!r}. The target "
+                f"{os.fspath(path)} is not used: {refusal} The target "
                 f"will read its prompts itself. {named('force', True)} uses it all the same."
             )
         else:
@@ -129,26 +126,6 @@ def _open(path: str | os.PathLike[str]) -> Route:
             f"{os.fspath(path)} maps between models with different tokenizers, so token i of one "
             "cache is not token i of the other. The server cannot use it."
         )
-    verdict = mapper.quality.get("verdict")
-    if verdict is None:
-        verdict = "not evaluated"
-    policy = mapper.quality.get("policy", {})
-    if not isinstance(policy, Mapping):
-        raise FormatError(f"{os.fspath(path)}: the policy {policy!r} is not a mapping.")
-    return Route(
-        mapper,
-        source,
-        target,
-        str(verdict),
-        _count(policy, "head", path),
-        _count(policy, "tail", path),
-    )
-
-
-def _count(policy: Mapping[str, Any], name: str, path: str | os.PathLike[str]) -> int:
-    value = policy.get(name, 0)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise FormatError(
-            f"{os.fspath(path)}: the policy's {name} is {value!r}, not a number of tokens."
-        )
-    return value
+    quality = mapper.quality
+    verdict = quality.verdict if quality.verdict is not None else "not evaluated"
+    return Route(mapper, source, target, verdict, quality.native_start, quality.native_end)
