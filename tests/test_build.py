@@ -161,7 +161,9 @@ def test_report_tells_what_runs():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
 def test_slow_blas_is_told_and_a_preload_is_seen(tmp_path):
-    here = python("from kvgraft import env; b = env.blas(); print(b['slow'], b['hint'])", env={})
+    here = python(
+        "from kvgraft.ops import env; b = env.blas(); print(b['slow'], b['hint'])", env={}
+    )
     assert here.stdout.startswith("True ") and "LD_PRELOAD=" in here.stdout, here.stderr
     # A library that defines cblas_sgemm, put in front of MLX's.
     source = tmp_path / "fake.c"
@@ -170,14 +172,14 @@ def test_slow_blas_is_told_and_a_preload_is_seen(tmp_path):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     ctypes.CDLL(str(library))
     there = python(
-        "from kvgraft import env; b = env.blas(); print(b['slow'], b['library'])",
+        "from kvgraft.ops import env; b = env.blas(); print(b['slow'], b['library'])",
         env={"LD_PRELOAD": str(library)},
     )
     assert there.stdout.split() == ["False", str(library)], there.stderr
 
 
 def test_thread_limit_from_the_environment():
-    code = "from kvgraft import ops; print(ops.num_threads())"
+    code = "from kvgraft.ops import fused; print(fused.num_threads())"
     for value, want in (("3", "3"), ("0", None), ("junk", None)):
         done = python(code, env={"KVGRAFT_NUM_THREADS": value})
         assert done.returncode == 0, done.stderr

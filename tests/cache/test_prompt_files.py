@@ -503,7 +503,7 @@ def test_from_cache_prompt_through_transfer_to_generate(
 ) -> None:
     out = tmp_path / "small.safetensors"
     done = run(
-        "kvgraft.cli.main", "transfer", str(prompt_file), str(out), "--mapper", MAPPER,
+        "kvgraft", "transfer", str(prompt_file), str(out), "--mapper", MAPPER,
         "--target", SMALL,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -695,7 +695,7 @@ def test_sliding_and_limited_caches_go_through_mlx_lms_programs(tmp_path: Path) 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     done = run(
-        "kvgraft.cli.main", "transfer", str(cached), str(out), "--mapper", str(tmp_path / "mapper"),
+        "kvgraft", "transfer", str(cached), str(out), "--mapper", str(tmp_path / "mapper"),
         "--target", str(b),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -40,7 +40,7 @@ def launch(folder: Path, out: Path, *extra: str) -> subprocess.CompletedProcess[
     port = str(20000 + os.getpid() % 20000)  # other tests may run beside this one
     command = [*LAUNCH, "-n", "2", "--backend", "ring", "-p", port, "--", sys.executable, "-m"]
     command += [
-        "kvgraft.cli.main",
+        "kvgraft",
         "fit",
         "--source",
         folder / "source",

@@ -415,7 +415,7 @@ def test_a_command_that_is_stopped_leaves_nothing_behind(folder, tmp_path, stop)
     script = tmp_path / "run.py"
     script.write_text(
         "import signal, sys, time\n"
-        "from kvgraft import cli\n"
+        "from kvgraft.cli import main as cli\n"
         "from kvgraft.fit import pipeline\n"
         # As from a terminal: what a shell starts in the background ignores Ctrl-C.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -487,7 +487,7 @@ def test_what_cannot_be_quantised_is_refused_before_any_text_is_read(folder, pai
 
 FULL_DISK = """
 import resource, sys
-from kvgraft import cli
+from kvgraft.cli import main as cli
 from kvgraft.fit import pipeline
 
 # Files may not grow beyond this any more, as if the disk were full. (Python ignores the signal
@@ -680,7 +680,7 @@ def test_more_source_layers_than_there_are(folder, pair, tmp_path):
     with pytest.warns(UserWarning, match="^k is 9, and the source has 3 layers") as seen:
         mapper = fit_mapper(*pair, folder / "text.txt", config)
     assert [Path(w.filename).name for w in seen if "k is 9" in str(w.message)] == [
-        "test_fit_pipeline.py"
+        "test_pipeline.py"
     ]
     assert (mapper.fit["k"], mapper.fit["k_values"]) == (3, 2)
     assert mapper.layers[0].keys.sources == (0, 1, 2)

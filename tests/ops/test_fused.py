@@ -296,8 +296,8 @@ def test_memory_is_bounded_by_a_constant():
     """
     code = """
 import mlx.core as mx
-from kvgraft import ops
-from kvgraft.rope import RopeSpec
+from kvgraft.ops import fused as ops
+from kvgraft.models.rope import RopeSpec
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()
@@ -374,7 +374,10 @@ def test_instruction_set_is_chosen_by_name():
             text=True,
         )
         assert done.stdout.split() == [want], done.stderr
-    code = "import mlx.core as mx; from kvgraft import ops; ops.map_layer([x:=mx.ones((1,1,1))], x)"
+    code = (
+        "import mlx.core as mx; from kvgraft.ops.fused import map_layer; "
+        "map_layer([x:=mx.ones((1,1,1))], x)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], env={"KVGRAFT_CPU_ISA": "vax"}, capture_output=True, text=True
     )
