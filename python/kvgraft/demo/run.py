@@ -18,6 +18,7 @@ from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.forward import prefill
 from kvgraft.models.loading import LoadedModel
 from kvgraft.models.probe import read_geometry
+from kvgraft.progress import Progress
 
 __all__ = [
     "MAPPED",
@@ -138,7 +139,7 @@ class Demo:
         self,
         documents: Sequence[Sequence[int]],
         prefix: int,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, ArmResult]:
         """Held-out loss of every arm after ``prefix`` tokens of each document."""
         read: dict[tuple[int, ...], list[Any]] = {}

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvgraft.errors import FitError
 from kvgraft.models.forward import continuation_nll
+from kvgraft.progress import Progress
 
 __all__ = ["ArmResult", "prefix_nll", "run_arms"]
 
@@ -73,7 +74,7 @@ def run_arms(
     arms: dict[str, tuple[Any, Callable[[Sequence[int]], Cache | None]]],
     documents: Sequence[Sequence[int]],
     prefix: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, ArmResult]:
     """Score every arm on the same tokens of the same documents.
 

@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -46,11 +46,11 @@ from kvgraft.models.probe import read_geometry
 from kvgraft.models.rope import strip_rope
 from kvgraft.models.vocabulary import check_tokens
 from kvgraft.option_names import named
+from kvgraft.progress import Progress, StepCounter
 from kvgraft.text.heldout import HeldoutText, read_heldout
 
 __all__ = ["SWITCHES", "mapper_digest", "measure"]
 
-Progress = Callable[[int, int], None]
 ModelLike = LoadedModel | str | os.PathLike[str]
 
 KEEP_BYTES = 2_000_000_000
@@ -166,7 +166,7 @@ def measure(
             f"not the {cfg.documents} asked for."
         )
     steps = 2 * len(heldout) + 2 * len(tasks) + len(cfg.speed_lengths)
-    clock = _Clock(progress, steps)
+    clock = StepCounter(progress, steps)
     with _folder(work, mapper, identities, heldout, cfg) as folder:
         run = _Run(mapper, None if path is None else Path(path), heldout, tasks, cfg, folder, clock)
         run.read_with(sides[0])
@@ -198,16 +198,6 @@ def _check_windows(mapper: Mapper, config: EvalConfig) -> None:
                 f"{named('prefix')}, {named('scored')}, {named('needle_lengths')} and "
                 f"{named('speed_lengths')}."
             )
-
-
-class _Clock:
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def step(self) -> None:
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, self._total)
 
 
 @contextmanager
@@ -254,7 +244,7 @@ class _Run:
         tasks: list[NeedleTask],
         config: EvalConfig,
         folder: EvalCheckpoint,
-        clock: _Clock,
+        clock: StepCounter,
     ) -> None:
         self.mapper, self.path, self.text, self.tasks = mapper, path, text, tasks
         self.config, self.folder, self.clock = config, folder, clock

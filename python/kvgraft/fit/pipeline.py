@@ -41,6 +41,7 @@ from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import LoadedModel, ModelIdentity, check_tokenizers, load_model
 from kvgraft.models.probe import read_geometry
 from kvgraft.option_names import named
+from kvgraft.progress import Progress, StepCounter
 from kvgraft.text.corpus import CalibrationText, TextLike, as_list, check_sources, read_text
 
 __all__ = [
@@ -60,7 +61,6 @@ CHECKPOINT_EVERY = 50
 _KEPT_DOCUMENTS = 64
 """Documents that are kept for tuning when the source cannot stay."""
 
-Progress = Callable[[int, int], None]
 ModelLike = LoadedModel | str | os.PathLike[str]
 Text = CalibrationText | TextLike | Sequence[TextLike]
 Pair = tuple[mx.array, mx.array]
@@ -416,7 +416,7 @@ def _gathered(
         )
     total = len(mine) * len(plan.passes) * (2 if config.sequential else 1)
     total += len(sides[1].geometry.layers) + config.tune_steps
-    clock = _Clock(progress, total)
+    clock = StepCounter(progress, total)
     with _work_folder(work, plan, sides, calibration, config, keep) as folder:
         gatherer = _Gatherer(sides, calibration, mine, config, plan, folder, clock, group)
         fitted, heldout = gatherer.run()
@@ -449,18 +449,18 @@ class _LastStage:
     sides: tuple[_Side, _Side]
     documents: Documents | None
     gatherer: _Gatherer
-    clock: _Clock
+    clock: StepCounter
     tell: Callable[[str], None]
 
     def finish(self, moments: GatheredMoments) -> Mapper:
         """The mapper that the config asks for."""
         if not self.config.needs_models:
-            return moments.solve(progress=self.clock.rest())
+            return moments.solve(progress=self.clock.stage())
         assert self.documents is not None
         if self.config.is_auto:
             mapper = self._choose(moments, self.documents)
         else:
-            mapper = moments.solve(progress=self.clock.rest())
+            mapper = moments.solve(progress=self.clock.stage())
         if not self.config.tune_steps or not self._can_tune():
             return mapper
         tuned = self._tune(mapper, self.documents)
@@ -513,7 +513,7 @@ class _LastStage:
             config=self.config,
             distinct=self.gatherer.training_documents,
             kept_bytes=room,
-            progress=self.clock.rest(),
+            progress=self.clock.stage(),
             notify=self.tell,
         )
         result.mapper.fit["tuning"] = {
@@ -618,26 +618,6 @@ def _check_agreement(group: mx.distributed.Group, identity: dict[str, Any]) -> N
         )
 
 
-class _Clock:
-    """Counts steps over all stages of a fit."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
-
-    def step(self, n: int = 1) -> None:
-        self._done += n
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-    def rest(self) -> Progress | None:
-        """A callback for the last stage."""
-        if self._progress is None:
-            return None
-        return lambda done, total: self.step()
-
-
 @contextmanager
 def _work_folder(
     given: str | os.PathLike[str] | None,
@@ -717,7 +697,7 @@ class _Gatherer:
         config: FitConfig,
         plan: FitMemoryPlan,
         folder: FitCheckpoint | None,
-        clock: _Clock,
+        clock: StepCounter,
         group: mx.distributed.Group | None,
     ) -> None:
         self._sides = sides

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.ops.quantized import Weight, dequantize, quantize
 from kvgraft.option_names import named
+from kvgraft.progress import Progress
 
 __all__ = [
     "as_set",
@@ -36,7 +37,6 @@ __all__ = [
 
 Float64 = NDArray[np.float64]
 Plan = tuple[tuple[int, ...], ...]
-Progress = Callable[[int, int], None]
 
 _EXPONENTS = (-9, 1)
 """Least and greatest share of the mean diagonal, as powers of ten, that λ is sought in."""

@@ -34,6 +34,7 @@ from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.rope import RopeTable, strip_rope
 from kvgraft.ops.quantized import dequantize
 from kvgraft.ops.reference import map_layer
+from kvgraft.progress import Progress
 
 __all__ = ["TuneResult", "divergence", "tune"]
 
@@ -106,7 +107,7 @@ def tune(
     config: FitConfig,
     distinct: int | None = None,
     kept_bytes: int = KEPT_BYTES,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> TuneResult:
     """Tune all maps of a mapper together.

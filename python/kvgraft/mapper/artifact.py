@@ -19,7 +19,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.loading import ModelIdentity
 from kvgraft.models.rope import RopeSpec
 from kvgraft.ops.quantized import AffineWeight, Weight, dequantize, quantize
+from kvgraft.progress import Progress
 
 __all__ = [
     "SHARD_BYTES",
@@ -76,8 +77,6 @@ CONFIG, CARD, INDEX = "mapper_config.json", "README.md", "index.json"
 REPORT = "eval"
 SINGLE, SHARD_INDEX = "mapper.safetensors", "mapper.safetensors.index.json"
 _SHARD = re.compile(r"mapper-\d{5}-of-\d{5}\.safetensors")
-
-Progress = Callable[[int, int], None]
 
 
 def tensor_names(target_layer: int, kind: str, storage: Storage) -> dict[str, str]:
