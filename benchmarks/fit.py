@@ -124,7 +124,7 @@ def against_veloxquant(
         mx.eval([(m.w_k, m.w_v) for m in fitted.layers])
 
     def ours() -> Any:
-        config = FitConfig(k=k, selection="paper", heldout=1 / rows)
+        config = FitConfig(k=k, layer_ranking="paper", heldout=1 / rows)
         return fit_arrays(source, target, source_geo, target_geo, positions, config)
 
     ours()  # BLAS threads, kernels

@@ -90,7 +90,7 @@ class Recipe:
 def recipes(k: int, n_layers: int, config: FitConfig) -> dict[str, Recipe]:
     """All recipes by name, for ``k`` source layers per target layer."""
     half = max(1, k // 2)
-    local = replace(config, plan="local")
+    local = replace(config, head_mapping="local")
     attention = replace(config, token_weights="attention")
     return {
         BASELINE: Recipe(config, f"full, k = {k}, lambda 0.01"),
@@ -99,11 +99,13 @@ def recipes(k: int, n_layers: int, config: FitConfig) -> dict[str, Recipe]:
         "local": Recipe(local, "local"),
         "local-half": Recipe(replace(local, k=half), f"local, k = {half}"),
         "lambda-auto": Recipe(replace(config, ridge_lambda="auto"), "lambda by held-out R2"),
-        "separate": Recipe(replace(config, layers="separate"), "layers for keys, for values"),
+        "separate": Recipe(
+            replace(config, source_layers="separate"), "layers for keys, for values"
+        ),
         "values": Recipe(
             replace(config, k_values=min(2 * k, n_layers)), "twice the layers for values"
         ),
-        "paper-selection": Recipe(replace(config, selection="paper"), "layers by in-sample R2"),
+        "paper-selection": Recipe(replace(config, layer_ranking="paper"), "layers by in-sample R2"),
         "skip": Recipe(replace(config, skip=4), "first 4 tokens left out"),
         "attention": Recipe(attention, "rows weighted by attention"),
         "attention-quarter": Recipe(
@@ -113,7 +115,7 @@ def recipes(k: int, n_layers: int, config: FitConfig) -> dict[str, Recipe]:
             replace(attention, k=half), f"weighted, k = {half}", against="half"
         ),
         "attention-local": Recipe(
-            replace(attention, plan="local"), "weighted, local", against="local"
+            replace(attention, head_mapping="local"), "weighted, local", against="local"
         ),
         "attention-auto": Recipe(
             replace(attention, ridge_lambda="auto"), "weighted, lambda auto", against="lambda-auto"
@@ -321,10 +323,10 @@ class Pair:
         """The map of a recipe, and the number of its weights."""
         config = recipe.config
         fit, heldout = self.moments(config)
-        key = f"{config.token_weights}{config.effective_rows}{config.skip}", config.selection
+        key = f"{config.token_weights}{config.effective_rows}{config.skip}", config.layer_ranking
         if key not in self._scores:
             ridge = config.penalty(fit.count("keys"))
-            self._scores[key] = score_layers(fit, heldout, rule=config.selection, ridge=ridge)
+            self._scores[key] = score_layers(fit, heldout, rule=config.layer_ranking, ridge=ridge)
         mapper = solve_mapper(fit, heldout, config, scores=self._scores[key])
         if recipe.low_rank:
             return add_low_rank(mapper, fit, heldout, config, baseline)
@@ -535,7 +537,7 @@ def chosen_recipes(
     if all_layers and not given:
         names = [name for name in names if name not in CHOOSING]
     out = {name: every[name] for name in [BASELINE, *names]}
-    return {name: r for name, r in out.items() if matched or r.config.plan != "local"}
+    return {name: r for name, r in out.items() if matched or r.config.head_mapping != "local"}
 
 
 def run(
@@ -548,7 +550,7 @@ def run(
         reading = read(args, args.folder or Path(temporary))
         geometries = reading.geometry(0), reading.geometry(1)
         n_layers = len(geometries[int(args.swap)].layers)
-        baseline = FitConfig(k=min(args.k, n_layers), plan="full", token_weights="uniform")
+        baseline = FitConfig(k=min(args.k, n_layers), head_mapping="full", token_weights="uniform")
         tuning = replace(
             baseline,
             tune_steps=args.tune_steps,

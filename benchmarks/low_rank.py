@@ -64,7 +64,7 @@ def add_low_rank(
             sources = tuple(sorted((*part.sources, *others)))
             means = fit.means(kind, sources, None, m.target_layer, None)
             dense = np.stack(np.split(weights, heads, axis=1))
-            stored = store_weight(dense, replace(config, weights="float32"), kind)
+            stored = store_weight(dense, replace(config, weight_format="float32"), kind)
             bias = (means[1] - means[0] @ weights).reshape(heads, dim)
             parts[kind] = LinearMap.of(sources, stored, mx.array(bias.astype(np.float32)))
             total += (width + 1) * heads * dim + rank * (n_others + heads * dim)

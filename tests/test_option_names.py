@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+import kvgraft
 from kvgraft.cli.main import main
 from kvgraft.cli.parser import build_parser
 from kvgraft.demo.data import bundled
 from kvgraft.errors import KvgraftError
 from kvgraft.evaluate.results import EvalConfig
 from kvgraft.fit import FitConfig, fit_mapper
-from kvgraft.option_names import named, options
+from kvgraft.option_names import command_line, named, option_name
 
 LARGE, SMALL = str(bundled("models/large")), str(bundled("models/small"))
 TEXT = str(bundled("text/calibration_stories.txt"))
@@ -22,30 +23,32 @@ PAIR = ["--source", LARGE, "--target", SMALL, "--text", TEXT]
 
 def test_both_ways():
     assert named("seq_len") == "seq_len"
-    assert named("plan", "local") == "plan='local'"
+    assert named("head_mapping", "local") == "head_mapping='local'"
     assert named("sequential", True) == "sequential=True"
-    with options({"seq_len": "--seq-len", "plan": "--plan", "sequential": "--sequential"}):
+    with command_line():
         assert named("seq_len") == "--seq-len"
-        assert named("plan", "local") == "--plan local"
+        assert named("head_mapping", "local") == "--head-mapping local"
         assert named("sequential", True) == "--sequential"
-        assert named("group_size") == "group_size"  # no option, so only its Python name is right
+        assert named("ridge_lambda") == "--lambda"
     assert named("seq_len") == "seq_len"
 
 
-def test_commands_know_their_options():
-    parser = build_parser()
-    fit = parser.parse_args(["fit", *PAIR, "--out", "m"]).options
-    assert fit["ridge_lambda"] == "--lambda" and fit["work"] == "--resume"
-    no_option = {"groups", "effective_rows", "content_space", "group_size", "structure"}
-    assert {f.name for f in fields(FitConfig)} - no_option <= fit.keys()
-    evaluation = parser.parse_args(["eval", "m", *PAIR]).options
-    assert {f.name for f in fields(EvalConfig)} <= evaluation.keys()
-    transfer = ["transfer", "in", "out", "--mapper", "m", "--target", "t"]
-    assert parser.parse_args(transfer).options["prompt"] == "--prompt-file"
-    assert (
-        parser.parse_args(["generate", "--from", "a", "--to", "b", "-p", "x"]).options["max_tokens"]
-        == "--max-tokens"
+SETTINGS = sorted(
+    set(
+        re.findall(
+            r"""named\(['"](\w+)['"]""",
+            "".join(p.read_text("utf-8") for p in Path(kvgraft.__file__).parent.rglob("*.py")),
+        )
     )
+    # Only Python callers can set these to values that a message names.
+    - {"groups", "effective_rows", "group_size", "structure", "head", "tail"}
+)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_that_messages_name_has_its_option(setting):
+    commands = build_parser()._subparsers._group_actions[0].choices.values()
+    assert any(option_name(setting) in c._option_string_actions for c in commands)
 
 
 PYTHON_NAMES = re.compile(r"\b[a-z]+_[a-z_]+\b|='")
@@ -74,16 +77,16 @@ def test_fit_speaks_of_its_options(change, message, tmp_path, capsys):
 
 
 def test_notes_speak_of_options_too(tmp_path, capsys):
-    little = ["--sequences", "4", "--seq-len", "32", "--k", "2", "--plan", "full"]
+    little = ["--sequences", "4", "--seq-len", "32", "--k", "2", "--head-mapping", "full"]
     assert main(["fit", *PAIR, *little, "--out", str(tmp_path / "m")]) == 0
-    assert "a smaller --k, or --plan local" in capsys.readouterr().out
+    assert "a smaller --k, or --head-mapping local" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         (["--documents", "1"], "--documents and --prefix must be"),
-        (["--tails", "0"], "--tails at least 1"),
+        (["--native-ends", "0"], "--native-ends at least 1"),
         (["--needle-depths", "2"], "--needle-depths must lie"),
         (["--prefix", "40"], "Use a longer --prefix"),
     ],

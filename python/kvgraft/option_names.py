@@ -1,46 +1,46 @@
-"""What a message calls a setting: the argument of a call, or the option of a command.
+"""Names of settings in messages: the argument from Python, the option on the command line.
 
-The same code serves both. Whoever called it from Python knows the argument
-``seq_len``; whoever typed a command knows ``--seq-len``. The command line says
-which options it has while it runs a command, and messages ask here.
+Most errors are raised far below the command line, in code that serves both callers. Someone
+who called ``FitConfig(seq_len=1)`` should read ``seq_len``, someone who typed
+``kvgraft fit --seq-len 1`` should read ``--seq-len``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["named", "options"]
+__all__ = ["command_line", "named", "option_name"]
 
-_NO_OPTIONS: Mapping[str, str] = {}
-_options: ContextVar[Mapping[str, str]] = ContextVar("kvgraft_options", default=_NO_OPTIONS)
+_EXCEPTIONS = {"ridge_lambda": "--lambda", "work": "--resume", "prompt": "--prompt-file"}
+_on_command_line: ContextVar[bool] = ContextVar("kvgraft_on_command_line", default=False)
 
 
 @contextmanager
-def options(names: Mapping[str, str]) -> Iterator[None]:
-    """Call settings by their options in the block.
-
-    Args:
-        names: Option of each setting, such as ``{"seq_len": "--seq-len"}``. Settings
-            that are not in it keep their Python names.
-    """
-    token = _options.set(names)
+def command_line() -> Iterator[None]:
+    """Name settings by their options in the block."""
+    token = _on_command_line.set(True)
     try:
         yield
     finally:
-        _options.reset(token)
+        _on_command_line.reset(token)
+
+
+def option_name(setting: str) -> str:
+    """The option of a setting: ``--seq-len`` of ``seq_len``."""
+    return _EXCEPTIONS.get(setting, "--" + setting.replace("_", "-"))
 
 
 def named(setting: str, value: object = None) -> str:
-    """What the caller knows a setting as, and a value of it as the caller writes it.
+    """The name of a setting as the caller knows it, or a value of it as the caller writes it.
 
     Args:
-        setting: Name of the argument, such as ``"plan"``.
-        value: ``named("plan", "local")`` is ``plan='local'``, or ``--plan local``;
-            ``named("sequential", True)`` is ``sequential=True``, or ``--sequential``.
+        setting: Name of the argument, such as ``"k"``.
+        value: ``named("k", 4)`` is ``k=4``, or ``--k 4``; ``named("sequential", True)`` is
+            ``sequential=True``, or ``--sequential``.
     """
-    option = _options.get().get(setting)
-    if option is None:
+    if not _on_command_line.get():
         return setting if value is None else f"{setting}={value!r}"
+    option = option_name(setting)
     return option if value is None or value is True else f"{option} {value}"

@@ -9,7 +9,7 @@ trap 'rm -rf "$fitted"' EXIT
 kvgraft fit \
   --source "$demo/models/large" --target "$demo/models/small" \
   --text "$demo/text/calibration_stories.txt" "$demo/text/calibration_novels.txt" \
-  --out "$fitted/mapper" --k all --plan full --sequences 300 --seq-len 512 --stride 1 "$@"
+  --out "$fitted/mapper" --k all --head-mapping full --sequences 300 --seq-len 512 --stride 1 "$@"
 cd "$demo/../../../scripts"
 python -m demo_pair.tune_mapper --mapper "$fitted/mapper" --out "$demo/mapper"
 "$demo/../../../scripts/demo_pair/evaluate_mapper.sh"

@@ -233,7 +233,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     check_tokenizers(a.tokenizer, b.tokenizer)
     config = FitConfig(sequences=args.sequences, seq_len=args.seq_len, stride=args.stride)
     configs = {
-        f"{plan} k={k}": replace(config, plan=plan, k=k) for plan in args.plans for k in args.k
+        f"{plan} k={k}": replace(config, head_mapping=plan, k=k)
+        for plan in args.plans
+        for k in args.k
     }
     forth, back, seconds = gather_both_ways(a, b, args.text, config)
     documents = read_documents(args.heldout, a.tokenizer, args.prefix + args.scored, args.documents)

@@ -790,10 +790,10 @@ def test_what_cannot_be_compared_is_noted(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--head", "3"], "does not hold"),
-        (["--tail", "-1"], "numbers of tokens"),
-        (["--head", "3", "--prompt-file", "PROMPT+"], "it is not the text that was cached"),
-        (["--head", "10000", "--prompt-file", "PROMPT"], "nothing is left to map"),
+        (["--native-start", "3"], "does not hold"),
+        (["--native-end", "-1"], "numbers of tokens"),
+        (["--native-start", "3", "--prompt-file", "PROMPT+"], "it is not the text that was cached"),
+        (["--native-start", "10000", "--prompt-file", "PROMPT"], "nothing is left to map"),
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--kv-bits", "8"], "--kv-group-size 64.*use 32"),
         (["--target", "/nowhere/model"], "/nowhere/model"),

@@ -21,7 +21,7 @@ from kvgraft.mapper.quality import Quality
 LARGE, SMALL = str(bundled("models/large")), str(bundled("models/small"))
 TEXT = str(bundled("text/calibration_stories.txt"))
 FIT = ["fit", "--source", LARGE, "--target", SMALL, "--text", TEXT]
-LITTLE = ["--sequences", "6", "--seq-len", "64", "--stride", "1", "--k", "2", "--plan", "local"]
+LITTLE = "--sequences 6 --seq-len 64 --stride 1 --k 2 --head-mapping local".split()
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_memory_sizes_are_the_same_everywhere(text, size):
     pair = ["--source", "a", "--target", "b", "--memory-limit", text]
     assert parser.parse_args(["fit", *pair, "--text", "t", "--out", "m"]).memory_limit == size
     assert parser.parse_args(["plan", *pair]).memory_limit == size
-    generate = ["generate", "--from", "a", "--to", "b", "-p", "x", "--memory-limit", text]
+    generate = ["generate", "--source", "a", "--target", "b", "-p", "x", "--memory-limit", text]
     assert parser.parse_args(generate).memory_limit == size
 
 
@@ -163,7 +163,7 @@ def test_memory_sizes_are_the_same_everywhere(text, size):
 def test_sizes_that_are_none(text, capsys):
     for command in (
         ["plan", "--source", "a", "--target", "b"],
-        ["generate", "--from", "a", "--to", "b", "-p", "x"],
+        ["generate", "--source", "a", "--target", "b", "-p", "x"],
     ):
         with pytest.raises(SystemExit) as ended:
             main([*command, f"--memory-limit={text}"])
@@ -215,7 +215,7 @@ def test_an_empty_path_is_not_the_current_folder(command, mapper, monkeypatch, c
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "8bit"])
 def test_convert_stores_other_weights(mapper, tmp_path, weights, capsys):
     out = tmp_path / weights
-    assert main(["convert", str(mapper), str(out), "--weights", weights]) == 0
+    assert main(["convert", str(mapper), str(out), "--weight-format", weights]) == 0
     assert main(["verify", str(out)]) == 0
     assert ("was not measured" in capsys.readouterr().out) == (weights == "8bit")
 
@@ -223,11 +223,13 @@ def test_convert_stores_other_weights(mapper, tmp_path, weights, capsys):
 def test_what_rounding_costs_is_said(mapper, tmp_path, capsys):
     changes = []
     for weights in ("8bit", "4bit"):
-        assert main(["convert", str(mapper), str(tmp_path / weights), "--weights", weights]) == 0
+        assert (
+            main(["convert", str(mapper), str(tmp_path / weights), "--weight-format", weights]) == 0
+        )
         said = re.search(r"keys' weights by ([0-9.]+) %", capsys.readouterr().out)
         changes.append(float(said[1]))
     assert 0 < 5 * changes[0] < changes[1] < 50
-    assert main([*FIT, *LITTLE, "--weights", "4bit", "--out", str(tmp_path / "fit")]) == 0
+    assert main([*FIT, *LITTLE, "--weight-format", "4bit", "--out", str(tmp_path / "fit")]) == 0
     assert re.search(r"4bit weights cost -?[0-9.]+ of it", capsys.readouterr().out)
     fitted = kvgraft.load_mapper(tmp_path / "fit").fit
     assert fitted["mean_r2_keys_unrounded"] != fitted["mean_r2_keys"]
@@ -242,9 +244,9 @@ def test_a_verdict_is_that_of_its_weights(mapper, tmp_path, capsys):
     (folder / "mine.txt").write_text("a note")
     for weights, verdict in (("float16", "ship"), ("4bit", None)):
         out = tmp_path / weights
-        assert main(["convert", str(folder), str(out), "--weights", weights]) == 0
+        assert main(["convert", str(folder), str(out), "--weight-format", weights]) == 0
         assert Mapper.load(out).quality.verdict == verdict
-    assert main(["convert", str(folder), str(folder), "--weights", "8bit"]) == 1
+    assert main(["convert", str(folder), str(folder), "--weight-format", "8bit"]) == 1
     assert "Choose another" in capsys.readouterr().err
     judged.save(folder)
     assert (folder / "eval" / "report.md").exists()

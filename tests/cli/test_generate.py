@@ -13,7 +13,7 @@ from kvgraft.demo.data import bundled
 LARGE, SMALL = str(bundled("models/large")), str(bundled("models/small"))
 MAPPER = str(bundled("mapper"))
 PROMPT = "The bottle belongs to Frank. Martha likes oysters best. What does Martha like best?"
-PAIR = ["generate", "--from", LARGE, "--to", SMALL, "-m", "8"]
+PAIR = ["generate", "--source", LARGE, "--target", SMALL, "-m", "8"]
 
 
 def test_it_streams_text_and_reports_the_switch(capsys):
@@ -30,7 +30,17 @@ def test_the_first_model_may_only_read(capsys):
 
 def test_head_tail_repair_sampling_and_stdin(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    options = ["--head", "2", "--tail", "3", "--repair", "--seed", "1", "--temp", "0.5"]
+    options = [
+        "--native-start",
+        "2",
+        "--native-end",
+        "3",
+        "--repair",
+        "--seed",
+        "1",
+        "--temp",
+        "0.5",
+    ]
     command = [*PAIR, "--mapper", MAPPER, "--switch-after", "2", "--prompt", "-", *options]
     assert main(command) == 0
     err = capsys.readouterr().err
@@ -69,7 +79,7 @@ def test_a_limit_that_nothing_fits_keeps_the_first_model(capsys):
         (["--repetition-penalty", "0"], "--repetition-penalty"),
         (["--repetition-penalty", "nan"], "--repetition-penalty"),
         (["--mapper", "nowhere"], "nowhere"),
-        (["--to", "nowhere"], "nowhere"),
+        (["--target", "nowhere"], "nowhere"),
     ],
 )
 def test_bad_options_are_refused_before_any_model_is_loaded(options, what, capsys):

@@ -183,10 +183,10 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch):
         {"documents": 1},
         {"prefix": 1},
         {"scored": 0},
-        {"heads": (-1,)},
+        {"native_starts": (-1,)},
         {"repeats": 0},
-        {"tails": (40,)},
-        {"tails": (0,)},
+        {"native_ends": (40,)},
+        {"native_ends": (0,)},
         {"needle_depths": (1.5,)},
         {"speed_lengths": (1,)},
     ],
@@ -205,7 +205,8 @@ PAIR = [
     str(TEXT / "calibration_stories.txt"),
 ]
 QUICK = [
-    *("--documents", "4", "--prefix", "96", "--scored", "64", "--heads", "0", "--tails", "1"),
+    *("--documents", "4", "--prefix", "96", "--scored", "64"),
+    *("--native-starts", "0", "--native-ends", "1"),
     *("16", "--needle-lengths", "200", "--needle-depths", "0.5", "--needle-samples", "1"),
     *("--speed-lengths", "64", "96", "--repeats", "1"),
 ]

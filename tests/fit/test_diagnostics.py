@@ -84,7 +84,7 @@ def noise(tmp_path_factory):
     return path
 
 
-LITTLE = dict(sequences=4, seq_len=24, stride=1, k=6, plan="full", ridge_lambda=1e-6)
+LITTLE = dict(sequences=4, seq_len=24, stride=1, k=6, head_mapping="full", ridge_lambda=1e-6)
 
 
 def test_fit_mapper_warns(noise):
@@ -94,16 +94,20 @@ def test_fit_mapper_warns(noise):
 
 def test_the_command_says_it_last(noise, tmp_path, capsys):
     command = ["fit", "--source", LARGE, "--target", SMALL, "--text", str(noise)]
-    command += "--sequences 4 --seq-len 24 --stride 1 --lambda 1e-6 --k 6 --plan full".split()
+    command += (
+        "--sequences 4 --seq-len 24 --stride 1 --lambda 1e-6 --k 6 --head-mapping full".split()
+    )
     assert main([*command, "--out", str(tmp_path / "m")]) == 0
     err = capsys.readouterr().err.strip().splitlines()
-    assert err[-1].startswith("kvgraft: warning: Fit on more text or a smaller --k or --plan local")
+    assert err[-1].startswith(
+        "kvgraft: warning: Fit on more text or a smaller --k or --head-mapping local"
+    )
     assert "on held-out text" in err[-2] and err[-2].startswith("kvgraft: warning: ")
 
 
 def test_a_good_fit_does_not_warn_and_records_what_no_context_costs():
     config = FitConfig(
-        sequences=12, seq_len=96, stride=1, k="auto", plan="local", heldout=0.2, documents=2
+        sequences=12, seq_len=96, stride=1, k="auto", head_mapping="local", heldout=0.2, documents=2
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")

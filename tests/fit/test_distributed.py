@@ -17,10 +17,17 @@ from kvgraft.fit import FitConfig, fit_mapper
 from kvgraft.mapper.mapper import Mapper
 
 CONFIG = FitConfig(
-    sequences=9, seq_len=48, stride=1, k=1, plan="local", weights="float32", ridge_lambda=1.0
+    sequences=9,
+    seq_len=48,
+    stride=1,
+    k=1,
+    head_mapping="local",
+    weight_format="float32",
+    ridge_lambda=1.0,
 )
 ARGUMENTS = (
-    "--sequences 9 --seq-len 48 --stride 1 --k 1 --plan local --weights float32 --lambda 1"
+    "--sequences 9 --seq-len 48 --stride 1 --k 1 --head-mapping local --weight-format float32 "
+    "--lambda 1"
 ).split()
 # What the script mlx.launch does, wherever it was installed.
 LAUNCH = [sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"]

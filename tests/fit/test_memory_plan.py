@@ -33,7 +33,7 @@ def test_moments_of_the_plan_are_those_that_are_made():
             gathered(source_geo, target_geo, *rows, structure=structure, dtype=dtype)
             for dtype in ("float64", "float32")
         ]
-        planned = plan_fit_memory(source_geo, target_geo, FitConfig(plan=plan))
+        planned = plan_fit_memory(source_geo, target_geo, FitConfig(head_mapping=plan))
         assert planned.structure == structure
         assert planned.moment_bytes == sum(m.nbytes for m in made)
 
@@ -43,7 +43,7 @@ def test_moments_of_the_plan_are_those_that_are_made():
     [("full", 12), ("full", 20), ("full", 40), ("local", 6), ("local", 8), ("local", 12)],
 )
 def test_limits_are_kept_and_nothing_is_left_out(limit_gb, plan):
-    config = FitConfig(plan=plan, memory_limit=limit_gb * 10**9)
+    config = FitConfig(head_mapping=plan, memory_limit=limit_gb * 10**9)
     planned = plan_fit_memory(QWEN3, QWEN3, config, model_bytes=(10**9, 3 * 10**9))
     assert planned.peak_bytes <= config.memory_limit
     seen = set()
@@ -69,7 +69,7 @@ def test_tighter_limits_take_more_passes():
 
 
 def test_auto_takes_the_structure_that_fits():
-    config = FitConfig(plan="auto", k="auto")
+    config = FitConfig(head_mapping="auto", k="auto")
     assert plan_fit_memory(QWEN3, QWEN3, config).structure == "full"
     tight = replace(config, memory_limit=3 * 10**9)
     assert plan_fit_memory(QWEN3, QWEN3, tight).structure == "heads"
@@ -96,11 +96,11 @@ def test_time_is_work_over_rate():
     assert took.moments == pytest.approx(products * (0.9 / 5e11 + 0.1 / 1e12), rel=1e-6)
     solving = 2 * 28 * (8192**3 / 3 + 4 * 8192**2 * 1024)
     assert took.solve == pytest.approx(solving / 5e11, rel=1e-6)
-    local = replace(config, plan="local")
+    local = replace(config, head_mapping="local")
     less = estimate_time(plan_fit_memory(QWEN3, QWEN3, local), QWEN3, QWEN3, local, rate, 2.0, 500)
     assert less.moments == pytest.approx(took.moments / 8, rel=1e-6)
     assert less.solve == pytest.approx(took.solve / 64, rel=0.2)
-    auto = replace(config, k="auto", plan="auto")
+    auto = replace(config, k="auto", head_mapping="auto")
     assert estimate_time(planned, QWEN3, QWEN3, auto, rate, 2.0, 500).solve > took.solve
     rates = measure_blas(64)
     assert rates.single > 0 and rates.double > 0

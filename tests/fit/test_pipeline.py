@@ -40,7 +40,9 @@ from kvgraft.models.loading import load_model
 from kvgraft.models.probe import read_geometry
 from kvgraft.models.rope import RopeSpec
 
-CONFIG = FitConfig(sequences=10, seq_len=48, stride=1, k=2, weights="float32", ridge_lambda=1.0)
+CONFIG = FitConfig(
+    sequences=10, seq_len=48, stride=1, k=2, weight_format="float32", ridge_lambda=1.0
+)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,7 @@ def test_a_model_onto_itself_is_the_identity(folder):
 
 @pytest.mark.parametrize("plan", ["local", "grouped"])
 def test_plans_reach_the_mapper(folder, pair, plan):
-    mapper = fit_mapper(*pair, folder / "text.txt", replace(CONFIG, plan=plan))
+    mapper = fit_mapper(*pair, folder / "text.txt", replace(CONFIG, head_mapping=plan))
     mapper.check()
     assert mapper.layers[0].keys.heads == ((0,), (1,))
     assert mapper.layers[0].keys.shape == (2, 32, 24)
@@ -194,7 +196,11 @@ def test_few_rows_are_pointed_out(folder, pair):
 def test_one_stream_many_maps(folder, pair, tmp_path):
     moments = gather(*pair, folder / "text.txt", CONFIG, work=tmp_path / "work")
     assert isinstance(moments, GatheredMoments)
-    for changes in ({"k": 1}, {"plan": "local"}, {"k": "all", "lambda_convention": "covariance"}):
+    for changes in (
+        {"k": 1},
+        {"head_mapping": "local"},
+        {"k": "all", "lambda_convention": "covariance"},
+    ):
         config = replace(CONFIG, **changes)
         again = fit_mapper(*pair, folder / "text.txt", config)
         same_maps(moments.solve(config), again, 1e-4)
@@ -221,7 +227,7 @@ def test_sequential_models_give_the_same_map(folder, pair, tmp_path):
 
 @pytest.mark.parametrize("plan", ["full", "local"])
 def test_passes_give_the_same_map(folder, pair, plan):
-    config = replace(CONFIG, plan=plan)
+    config = replace(CONFIG, head_mapping=plan)
     want = fit_mapper(*pair, folder / "text.txt", config)
     geos = [read_geometry(m.model) for m in pair]
     free = plan_fit_memory(*geos, config)
@@ -259,7 +265,7 @@ def test_plan_of_a_real_pair():
 
     source, target = model(28, 8, 128), model(28, 8, 128)  # Qwen3 0.6B -> 1.7B
     full = plan_fit_memory(source, target, FitConfig())
-    local = plan_fit_memory(source, target, FitConfig(plan="local"))
+    local = plan_fit_memory(source, target, FitConfig(head_mapping="local"))
     pairs = 28672 * (28672 + 1024) // 2 + 28672 * 28672  # upper blocks, and with the target
     assert full.moment_bytes == pytest.approx(2 * pairs * 12, rel=1e-3)
     assert local.structure == "heads"
@@ -322,7 +328,7 @@ def test_kill_and_resume(folder, tmp_path):
         "from kvgraft.fit import FitConfig, fit_mapper\n"
         "from kvgraft.fit import pipeline\n"
         "pipeline.CHECKPOINT_EVERY = 2\n"
-        "config = FitConfig(sequences=10, seq_len=48, stride=1, k=2, weights='float32',\n"
+        "config = FitConfig(sequences=10, seq_len=48, stride=1, k=2, weight_format='float32',\n"
         "                   ridge_lambda=1.0)\n"
         "def slow(done, total):\n"
         "    print(done, flush=True)\n"
@@ -355,7 +361,7 @@ def test_killed_while_saving(folder, tmp_path):
         "from kvgraft.fit import FitConfig, fit_mapper\n"
         "from kvgraft.fit import pipeline\n"
         "pipeline.CHECKPOINT_EVERY = 2\n"
-        "config = FitConfig(sequences=10, seq_len=48, stride=1, k=2, weights='float32',\n"
+        "config = FitConfig(sequences=10, seq_len=48, stride=1, k=2, weight_format='float32',\n"
         "                   ridge_lambda=1.0)\n"
         "left = int(sys.argv[5])\n"
         "def counted(call):\n"
@@ -429,7 +435,7 @@ def test_a_command_that_is_stopped_leaves_nothing_behind(folder, tmp_path, stop)
     )
     waiting, out = tmp_path / "tmp", tmp_path / "out"
     waiting.mkdir()
-    command = "fit --sequential --sequences 10 --seq-len 48 --k 2 --plan full".split()
+    command = "fit --sequential --sequences 10 --seq-len 48 --k 2 --head-mapping full".split()
     command += ["--source", folder / "source", "--target", folder / "target"]
     command += ["--text", folder / "text.txt", "--out", out]
     process = subprocess.Popen(
@@ -457,7 +463,7 @@ def test_a_folder_of_another_fit_is_refused(folder, pair, tmp_path, monkeypatch)
     with pytest.raises(FitError, match="what differs: stride, text"):
         fit_mapper(*pair, folder / "text.txt", replace(CONFIG, sequences=9, stride=2), work=work)
     with pytest.raises(FitError, match=r"what is gathered \(plan, memory_limit\)"):
-        fit_mapper(*pair, folder / "text.txt", replace(CONFIG, plan="local"), work=work)
+        fit_mapper(*pair, folder / "text.txt", replace(CONFIG, head_mapping="local"), work=work)
     # k, λ and the plan's weights are not part of the moments and may change.
     fit_mapper(*pair, folder / "text.txt", replace(CONFIG, k=1, ridge_lambda=3.0), work=work)
     mine = tmp_path / "mine"
@@ -479,7 +485,7 @@ def test_mapper_and_state_need_folders_of_their_own(folder, pair, tmp_path, out,
 
 
 def test_what_cannot_be_quantised_is_refused_before_any_text_is_read(folder, pair, tmp_path):
-    config = replace(CONFIG, weights="4bit", plan="full", k=1, group_size=128)
+    config = replace(CONFIG, weight_format="4bit", head_mapping="full", k=1, group_size=128)
     with pytest.raises(FitError, match="groups 128 inputs.* or give weights='float16'"):
         fit_mapper(*pair, folder / "text.txt", config, work=tmp_path / "work")
     assert not (tmp_path / "work").exists()
@@ -509,7 +515,8 @@ def counted(call, name, n):
 
 pipeline.capture = counted(pipeline.capture, "reading", 11)
 pipeline.solve_mapper = counted(pipeline.solve_mapper, "solving", 1)
-settings = "--sequences 10 --seq-len 48 --stride 1 --k 2 --plan full --weights float32 --lambda 1"
+settings = ("--sequences 10 --seq-len 48 --stride 1 --k 2 --head-mapping full "
+            "--weight-format float32 --lambda 1")
 status = cli.main(
     ["fit", *settings.split(), "--source", folder + "/source", "--target", folder + "/target",
      "--text", folder + "/text.txt", *sys.argv[4:]]
@@ -662,7 +669,7 @@ def test_fit_on_arrays(content_space, plan):
             target.values[t][h] = 2 * source.values[t][h]
     at = np.arange(300) * 7 % 1000
     pairs = [arrays(geo, rows, rope, at) for rows in (source, target)]
-    config = FitConfig(k=1, plan=plan, content_space=content_space, weights="float32")
+    config = FitConfig(k=1, head_mapping=plan, content_space=content_space, weight_format="float32")
     mapper = fit_arrays(*pairs, geo, geo, mx.array(at), config)
     assert mapper.content_space == content_space
     for m in mapper.layers:

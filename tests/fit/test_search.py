@@ -26,10 +26,10 @@ AUTO = FitConfig(
     seq_len=48,
     stride=1,
     k="auto",
-    plan="auto",
+    head_mapping="auto",
     documents=2,
     heldout=0.2,
-    weights="float32",
+    weight_format="float32",
 )
 
 
@@ -53,7 +53,7 @@ def search(losses, monkeypatch, *, config=AUTO, layers=28, fits=lambda config: T
     def solve(config: FitConfig) -> Mapper:
         tried.append(config)
         size = (config.k if config.k_values is None else config.k_values) * (
-            2 if config.plan == "full" else 1
+            2 if config.head_mapping == "full" else 1
         )
         made = Mapper(geo, geo, [])
         made.config = config
@@ -76,11 +76,11 @@ def search(losses, monkeypatch, *, config=AUTO, layers=28, fits=lambda config: T
 def test_the_search_goes_up_until_it_gets_worse(monkeypatch):
     def losses(c):
         base = {1: 2.0, 2: 1.5, 4: 1.2, 8: 1.3, 12: 1.4, 16: 1.0, 24: 1.0}[c.k]
-        return base + (0.3 if c.plan == "full" else 0.0)
+        return base + (0.3 if c.head_mapping == "full" else 0.0)
 
     won, tried, trials = search(losses, monkeypatch)
-    assert (won.plan, won.k) == ("local", 4)
-    assert [c.k for c in tried if c.plan == "local"][:5] == [1, 2, 4, 8, 12]  # not 16
+    assert (won.head_mapping, won.k) == ("local", 4)
+    assert [c.k for c in tried if c.head_mapping == "local"][:5] == [1, 2, 4, 8, 12]  # not 16
     assert trials[2].gap == pytest.approx(0.2) and trials[2].gap_error == pytest.approx(0.0)
     assert sum(t.chosen for t in trials) == 1 and trials[2].chosen
 
@@ -90,17 +90,19 @@ def test_variations_of_the_winner_are_tried(monkeypatch):
         loss = 1.0 + abs(c.k - 4) * 0.1
         return loss - 0.05 * (c.k_values == 8) - 0.2 * (c.ridge_lambda == 1.0)
 
-    won, tried, _ = search(losses, monkeypatch, config=replace(AUTO, plan="local"))
+    won, tried, _ = search(losses, monkeypatch, config=replace(AUTO, head_mapping="local"))
     assert won.ridge_lambda == 1.0 and won.k == 4
-    assert {"separate"} <= {c.layers for c in tried}
+    assert {"separate"} <= {c.source_layers for c in tried}
     assert 8 in {c.k_values for c in tried}
 
 
 def test_a_larger_map_has_to_earn_its_size(monkeypatch):
     won, _, _ = search(lambda c: 1.0 - 0.00001 * c.k, monkeypatch)
-    assert (won.plan, won.k) == ("local", 1)
-    won, _, _ = search(lambda c: 1.0 - 0.01 * (c.plan == "full") - 0.01 * min(c.k, 2), monkeypatch)
-    assert (won.plan, won.k) == ("full", 2)
+    assert (won.head_mapping, won.k) == ("local", 1)
+    won, _, _ = search(
+        lambda c: 1.0 - 0.01 * (c.head_mapping == "full") - 0.01 * min(c.k, 2), monkeypatch
+    )
+    assert (won.head_mapping, won.k) == ("full", 2)
 
 
 def test_what_does_not_fit_is_left_out(monkeypatch):
@@ -111,12 +113,12 @@ def test_what_does_not_fit_is_left_out(monkeypatch):
 @pytest.mark.parametrize("weights", ["8bit", "4bit"])
 def test_what_cannot_be_quantised_is_left_out(monkeypatch, weights):
     # Heads of 4: "local" reads 4 inputs a layer, "full" 8.
-    config = replace(AUTO, weights=weights, group_size=64)
+    config = replace(AUTO, weight_format=weights, group_size=64)
     won, tried, _ = search(lambda c: 1.0, monkeypatch, config=config)
-    assert {(c.plan, c.k) for c in tried} == {
+    assert {(c.head_mapping, c.k) for c in tried} == {
         ("local", 16), ("full", 8), ("full", 16), ("full", 24),
     }  # fmt: skip
-    assert (won.plan, won.k) == ("local", 16)
+    assert (won.head_mapping, won.k) == ("local", 16)
     with pytest.raises(FitError, match="none could be solved"):
         search(lambda c: 1.0, monkeypatch, config=config, layers=3)
 
@@ -124,26 +126,28 @@ def test_what_cannot_be_quantised_is_left_out(monkeypatch, weights):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"plan": "local", "k": 3}, "k=3 has 12; k=8 would do"),
-        ({"plan": "full", "k": 3}, "k=3 has 24; k=4 would do"),
-        ({"plan": "full", "k": 4, "k_values": 5}, "k_values=5 has 40; k_values=4 would do"),
+        ({"head_mapping": "local", "k": 3}, "k=3 has 12; k=8 would do"),
+        ({"head_mapping": "full", "k": 3}, "k=3 has 24; k=4 would do"),
+        ({"head_mapping": "full", "k": 4, "k_values": 5}, "k_values=5 has 40; k_values=4 would do"),
     ],
 )
 def test_what_cannot_be_quantised_is_known_beforehand(settings, message):
     geo = geometry(28, 2, 4)
-    config = replace(AUTO, weights="4bit", group_size=32, **settings)
+    config = replace(AUTO, weight_format="4bit", group_size=32, **settings)
     assert message in (storage_problem(geo, geo, config) or "")
-    assert storage_problem(geo, geo, replace(config, weights="float16")) is None
+    assert storage_problem(geo, geo, replace(config, weight_format="float16")) is None
     assert storage_problem(geo, geo, replace(config, k=8, k_values=None)) is None
     assert storage_problem(geo, geo, replace(config, k="auto", k_values=None)) is None
 
 
 def test_given_settings_are_kept(monkeypatch):
     _, tried, _ = search(lambda c: 1.0, monkeypatch, config=replace(AUTO, k=3))
-    assert {c.k for c in tried} == {3} and {c.plan for c in tried} == {"local", "full"}
+    assert {c.k for c in tried} == {3} and {c.head_mapping for c in tried} == {"local", "full"}
     assert len(tried) == 2
-    _, tried, _ = search(lambda c: 1.0, monkeypatch, config=replace(AUTO, plan="full"), layers=3)
-    assert {c.plan for c in tried} == {"full"} and [c.k for c in tried[:3]] == [1, 2, 3]
+    _, tried, _ = search(
+        lambda c: 1.0, monkeypatch, config=replace(AUTO, head_mapping="full"), layers=3
+    )
+    assert {c.head_mapping for c in tried} == {"full"} and [c.k for c in tried[:3]] == [1, 2, 3]
 
 
 def test_losses_that_are_not_finite_lose(monkeypatch):
@@ -159,7 +163,9 @@ def test_losses_that_are_not_finite_lose(monkeypatch):
 def test_scores_are_those_of_a_hand_over(folder):
     source, target = load_model(folder / "source"), load_model(folder / "other")
     geos = read_geometry(source.model), read_geometry(target.model)
-    mapper = fit_mapper(source, target, folder / "text.txt", replace(AUTO, k=2, plan="full"))
+    mapper = fit_mapper(
+        source, target, folder / "text.txt", replace(AUTO, k=2, head_mapping="full")
+    )
     tokens = np.random.default_rng(0).integers(0, 200, (2, 40)).astype(np.int32)
     documents = read_documents(source.model, tokens, 30)
     got = score(mapper, documents, target.model, geos[1])
@@ -234,7 +240,7 @@ def test_choosing_for_sliding_windows(folder, sliding, direction):
 
 def test_tuning_leaves_sliding_windows_alone(folder, sliding):
     notes = []
-    config = replace(AUTO, k=1, plan="full", tune_steps=2)
+    config = replace(AUTO, k=1, head_mapping="full", tune_steps=2)
     mapper = fit_mapper(
         sliding, folder / "source", folder / "text.txt", config, notify=notes.append
     )

@@ -27,7 +27,7 @@ from kvgraft.fit.solve import even_groups, head_plan
 from kvgraft.models.geometry import ModelGeometry
 
 ROWS, HELD = 420, 120
-EXACT = FitConfig(weights="float32", k=2)
+EXACT = FitConfig(weight_format="float32", k=2)
 
 
 def split(source_geo, target_geo, source, target, held=HELD, **options):
@@ -67,7 +67,7 @@ PAIRS = {
 @pytest.mark.parametrize("convention, lam", [("gram", 0.01), ("gram", 50.0), ("covariance", 0.05)])
 def test_equals_least_squares_on_all_rows(pair, plan, convention, lam):
     source_geo, target_geo = PAIRS[pair]
-    config = replace(EXACT, plan=plan, lambda_convention=convention, ridge_lambda=lam)
+    config = replace(EXACT, head_mapping=plan, lambda_convention=convention, ridge_lambda=lam)
     if plan == "local" and pair in ("fewer heads", "more heads"):
         source, target = problem(source_geo, target_geo)
         fit, held = split(source_geo, target_geo, source, target)
@@ -103,7 +103,7 @@ def test_in_sample_score_is_that_of_the_rows():
     source_geo, target_geo = PAIRS["equal"]
     source, target = problem(source_geo, target_geo)
     fit, _ = split(source_geo, target_geo, source, target)
-    m = solve_mapper(fit, None, replace(EXACT, ridge_lambda=20.0, selection="paper")).layers[0]
+    m = solve_mapper(fit, None, replace(EXACT, ridge_lambda=20.0, layer_ranking="paper")).layers[0]
     n = ROWS - HELD
     want = []
     for h in range(2):
@@ -150,7 +150,7 @@ def test_stored_weights_are_what_is_scored(weights):
     source, target = problem(source_geo, target_geo)
     fit, held = split(source_geo, target_geo, source, target)
     exact = solve_mapper(fit, held, EXACT)
-    config = replace(EXACT, weights=weights, group_size=32)
+    config = replace(EXACT, weight_format=weights, group_size=32)
     rounded = solve_mapper(fit, held, config)
     lost = exact.layers[0].scores["r2_keys"] - rounded.layers[0].scores["r2_keys"]
     assert abs(lost) < {"float16": 1e-5, "bfloat16": 1e-3, "8bit": 1e-2, "4bit": 0.4}[weights]
@@ -171,7 +171,7 @@ def test_what_rounding_costs_is_against_the_unrounded_map(weights):
     source = LayerRows([x + 5.0 for x in source.keys], [x - 5.0 for x in source.values])
     fit, held = split(source_geo, target_geo, source, target)
     exact = solve_mapper(fit, held, EXACT)
-    rounded = solve_mapper(fit, held, replace(EXACT, weights=weights, group_size=32))
+    rounded = solve_mapper(fit, held, replace(EXACT, weight_format=weights, group_size=32))
     for before, after in zip(exact.layers, rounded.layers, strict=True):
         for kind in ("keys", "values"):
             unrounded = after.scores[f"r2_{kind}_unrounded"]
@@ -186,7 +186,7 @@ def test_weights_beyond_float16_are_refused():
     fit, held = split(source_geo, target_geo, source, target, held=10)
     with pytest.raises(FitError, match="layer 0, keys.*bfloat16"):
         solve_mapper(fit, held, FitConfig(k=1))
-    assert solve_mapper(fit, held, FitConfig(k=1, weights="bfloat16")).layers[0].r2_k > 0.99
+    assert solve_mapper(fit, held, FitConfig(k=1, weight_format="bfloat16")).layers[0].r2_k > 0.99
 
 
 def test_groups_that_do_not_divide_are_refused():
@@ -194,7 +194,7 @@ def test_groups_that_do_not_divide_are_refused():
     source, target = problem(source_geo, target_geo)
     fit, held = split(source_geo, target_geo, source, target)
     with pytest.raises(FitError, match="groups of 64"):
-        solve_mapper(fit, held, FitConfig(k=1, weights="4bit"))
+        solve_mapper(fit, held, FitConfig(k=1, weight_format="4bit"))
 
 
 # ----------------------------------------------------------------- ill-conditioned
@@ -245,7 +245,7 @@ def test_lambda_by_held_out_score(plan):
     target = linear(source, target_geo, [[0, 1], [2, 3]], rng, error=1.0)
     louder = [v + 6.0 * rng.standard_normal(v.shape).astype(np.float32) for v in target.values]
     fit, held = split(source_geo, target_geo, source, LayerRows(target.keys, louder), held=80)
-    config = replace(EXACT, k="all", plan=plan)
+    config = replace(EXACT, k="all", head_mapping=plan)
     auto = solve_mapper(fit, held, replace(config, ridge_lambda="auto"))
     fixed = [solve_mapper(fit, held, replace(config, ridge_lambda=10.0**e)) for e in range(-3, 5)]
     for t, m in enumerate(auto.layers):
@@ -259,7 +259,7 @@ def test_lambda_by_held_out_score(plan):
     assert auto.fit["mean_r2_values"] > fixed[0].fit["mean_r2_values"] + 0.05
     assert auto.fit["lambda"] == "auto"
     with pytest.raises(FitError, match="held-out text"):
-        solve_mapper(fit, None, replace(config, ridge_lambda="auto", selection="paper"))
+        solve_mapper(fit, None, replace(config, ridge_lambda="auto", layer_ranking="paper"))
 
 
 def test_constant_target():
@@ -357,9 +357,9 @@ def test_k_and_separate_layers():
     def layer(**changes):
         return solve_mapper(fit, held, replace(EXACT, **changes)).layers[0]
 
-    m = layer(k=1, layers="separate")
+    m = layer(k=1, source_layers="separate")
     assert m.keys.sources == (0,) and m.values.sources == (3,)
-    m = layer(k=1, k_values=2, layers="separate")
+    m = layer(k=1, k_values=2, source_layers="separate")
     assert len(m.keys.sources) == 1 and 3 in m.values.sources and len(m.values.sources) == 2
     m = layer(k=2)
     assert m.keys.sources == m.values.sources == (0, 3)
@@ -373,7 +373,7 @@ def test_one_layer_each():
     source_geo, target_geo = geometry(1, 1, 4), geometry(1, 1, 4)
     source, target = problem(source_geo, target_geo, error=0.0)
     fit, held = split(source_geo, target_geo, source, target)
-    m = solve_mapper(fit, held, FitConfig(k=1, weights="float32")).layers[0]
+    m = solve_mapper(fit, held, FitConfig(k=1, weight_format="float32")).layers[0]
     assert m.keys.sources == (0,) and m.r2_k > 0.9999
 
 
@@ -397,7 +397,7 @@ def test_sliding_layers_feed_only_what_they_cover():
     ]
     source, target = problem(source_geo, target_geo)
     fit, held = split(source_geo, target_geo, source, target)
-    mapper = solve_mapper(fit, held, replace(EXACT, k=2, selection="paper"))
+    mapper = solve_mapper(fit, held, replace(EXACT, k=2, layer_ranking="paper"))
     assert mapper.layers[0].keys.sources == (1,)
     assert set(mapper.layers[1].keys.sources) == {1, 2}
     sliding = geometry(2, 1, 4, windows=[8, 8])
@@ -426,7 +426,7 @@ def test_stated_groups():
     assert head_plan(source_geo, target_geo, 0, (0, 1), "grouped", groups) == groups
     source, target = problem(source_geo, target_geo)
     fit, held = split(source_geo, target_geo, source, target)
-    m = solve_mapper(fit, held, replace(EXACT, plan="grouped", groups=groups)).layers[0]
+    m = solve_mapper(fit, held, replace(EXACT, head_mapping="grouped", groups=groups)).layers[0]
     n = ROWS - HELD
     x = side_by_side([source.keys[s] for s in m.keys.sources], (3, 0))
     w, _ = direct(x[:n], target.keys[0][0][:n], 0.01)
@@ -465,16 +465,16 @@ def test_models_with_mixed_head_counts():
         {"ridge_lambda": float("nan")},
         {"ridge_lambda": "best"},
         {"lambda_convention": "trace"},
-        {"selection": "best"},
-        {"plan": "partial"},
-        {"weights": "int8"},
+        {"layer_ranking": "best"},
+        {"head_mapping": "partial"},
+        {"weight_format": "int8"},
         {"sequences": 1},
         {"stride": 0},
         {"seq_len": 8, "skip": 8},
         {"heldout": 0.0},
         {"heldout": 1.0},
         {"groups": ((0,), (1,))},
-        {"plan": "grouped", "groups": ((0,), (1, 2))},
+        {"head_mapping": "grouped", "groups": ((0,), (1, 2))},
         {"structure": "heads"},
         {"group_size": 48},
         {"memory_limit": 0},

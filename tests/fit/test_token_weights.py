@@ -21,7 +21,7 @@ from kvgraft.models.loading import load_model
 from kvgraft.models.probe import read_geometry
 
 CONFIG = FitConfig(
-    sequences=8, seq_len=48, stride=1, k=1, weights="float32", token_weights="attention"
+    sequences=8, seq_len=48, stride=1, k=1, weight_format="float32", token_weights="attention"
 )
 
 

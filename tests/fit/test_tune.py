@@ -27,7 +27,7 @@ POOR = FitConfig(
     stride=1,
     heldout=0.25,
     k=2,
-    weights="float32",
+    weight_format="float32",
     ridge_lambda=1e4,
     documents=3,
     tune_batch=2,
@@ -85,7 +85,7 @@ def test_divergence_is_that_of_a_hand_over(pair, poor, documents):
 
 @pytest.mark.parametrize("plan", ["full", "local"])
 def test_no_change_is_the_mapper_itself(folder, pair, documents, plan):
-    mapper = fit_mapper(*pair, folder / "text.txt", replace(POOR, plan=plan))
+    mapper = fit_mapper(*pair, folder / "text.txt", replace(POOR, head_mapping=plan))
     document = documents[0][0]
     start = _Start(mapper, document)
     cache = start.cache(start.zeros(), document.source[0])
@@ -95,7 +95,7 @@ def test_no_change_is_the_mapper_itself(folder, pair, documents, plan):
         for x, y in ((a.keys, b.keys), (a.values, b.values)):
             size = float(mx.abs(y).max())
             assert float(mx.abs(x - y[..., : x.shape[2], :]).max()) < 1e-5 * size
-    same = start.mapper(start.zeros(), replace(POOR, plan=plan))
+    same = start.mapper(start.zeros(), replace(POOR, head_mapping=plan))
     for m, n in zip(mapper.layers, same.layers, strict=True):
         assert m.keys.heads == n.keys.heads and m.values.sources == n.values.sources
         assert mx.array_equal(m.keys.weight, n.keys.weight)
@@ -202,7 +202,7 @@ def test_tuning_that_does_harm_is_thrown_away(pair, poor, documents):
 
 def test_the_whole_way(folder, pair, tmp_path):
     notes, steps = [], []
-    config = replace(POOR, tune_steps=8, weights="float16")
+    config = replace(POOR, tune_steps=8, weight_format="float16")
     mapper = fit_mapper(
         *pair,
         folder / "text.txt",

@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         "--to", choices=["kvgraft", "veloxquant"], default="kvgraft", help="(default: kvgraft)"
     )
     parser.add_argument(
-        "--weights",
+        "--weight-format",
         choices=["float32", "float16", "bfloat16", "8bit", "4bit"],
         help="store weights so; only for kvgraft's format (default: as they are)",
     )
@@ -43,16 +43,16 @@ def run(args: argparse.Namespace) -> int:
             f"{args.out} would replace the mapper that it is made from. Choose another."
         )
     if args.to == "veloxquant":
-        if args.weights is not None:
-            raise FormatError("--weights goes with kvgraft's own format; leave it out.")
+        if args.weight_format is not None:
+            raise FormatError("--weight-format goes with kvgraft's own format; leave it out.")
         out = veloxquant.export_veloxquant(mapper, args.out)
     else:
-        if args.weights in ("8bit", "4bit"):
+        if args.weight_format in ("8bit", "4bit"):
             mapper.quality = Quality()  # the old one is that of other weights
-        out = artifact.save(mapper, args.out, weights=args.weights)
+        out = artifact.save(mapper, args.out, weights=args.weight_format)
     print(f"Wrote {out}")
-    if args.to == "kvgraft" and args.weights in ("8bit", "4bit"):
-        for line in _loss(artifact.load(args.mapper), artifact.load(out), args.weights):
+    if args.to == "kvgraft" and args.weight_format in ("8bit", "4bit"):
+        for line in _loss(artifact.load(args.mapper), artifact.load(out), args.weight_format):
             print(line)
     return 0
 

@@ -71,10 +71,18 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--prefix", type=int, default=768, help="tokens that are handed over")
     what.add_argument("--scored", type=int, default=256, help="tokens scored after them")
     what.add_argument(
-        "--heads", type=int, nargs="+", default=[0, 4, 32], help="native tokens to try at the start"
+        "--native-starts",
+        type=int,
+        nargs="+",
+        default=[0, 4, 32],
+        help="native tokens to try at the start",
     )
     what.add_argument(
-        "--tails", type=int, nargs="+", default=[1, 32, 128], help="native tokens to try at the end"
+        "--native-ends",
+        type=int,
+        nargs="+",
+        default=[1, 32, 128],
+        help="native tokens to try at the end",
     )
     what.add_argument(
         "--needle-lengths",
@@ -117,8 +125,8 @@ def config_of(args: argparse.Namespace) -> EvalConfig:
         documents=args.documents,
         prefix=args.prefix,
         scored=args.scored,
-        heads=tuple(args.heads),
-        tails=tuple(args.tails),
+        native_starts=tuple(args.native_starts),
+        native_ends=tuple(args.native_ends),
         needle_lengths=tuple(args.needle_lengths),
         needle_depths=tuple(args.needle_depths),
         needle_samples=args.needle_samples,

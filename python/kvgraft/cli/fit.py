@@ -53,27 +53,27 @@ def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
     )
     how = parser.add_argument_group("how")
     how.add_argument(
-        "--select",
-        choices=["nll", "fixed"],
-        default="nll",
-        help="choose --k and --plan by the target's loss on held-out text unless they are given, "
-        "or take 8 and 'full'",
+        "--k",
+        type=_k,
+        default="auto",
+        help="source layers per target layer, 'all', or 'auto': selected by the target's loss on "
+        "held-out text",
     )
-    how.add_argument("--k", type=_k, help="source layers per target layer, or 'all'")
     how.add_argument("--k-values", type=_k, help="the same for values only")
     how.add_argument(
-        "--plan",
-        choices=["full", "local", "grouped"],
-        help="source heads per target head",
+        "--head-mapping",
+        choices=["auto", "full", "local", "grouped"],
+        default="auto",
+        help="source KV heads per target KV head; 'auto' selects like --k",
     )
     how.add_argument(
-        "--selection",
+        "--layer-ranking",
         choices=["heldout", "paper"],
         default="heldout",
         help="how source layers are ranked",
     )
     how.add_argument(
-        "--layers",
+        "--source-layers",
         choices=["shared", "separate"],
         default="shared",
         help="the same source layers for keys and values, or each its own",
@@ -92,7 +92,7 @@ def add_options(parser: argparse.ArgumentParser, *, needs_text: bool) -> Any:
         help="what λ is added to",
     )
     how.add_argument(
-        "--weights",
+        "--weight-format",
         choices=["float32", "float16", "bfloat16", "8bit", "4bit"],
         default="float16",
         help="how the weights are stored",
@@ -140,17 +140,11 @@ def config_of(args: argparse.Namespace) -> FitConfig:
     from kvgraft.fit import FitConfig
 
     names = (
-        "k k_values plan selection layers ridge_lambda lambda_convention weights sequences "
-        "seq_len stride skip token_weights heldout chat documents prefix tune_steps tune_batch "
-        "tune_rate memory_limit sequential"
+        "k k_values head_mapping layer_ranking source_layers ridge_lambda lambda_convention "
+        "weight_format sequences seq_len stride skip token_weights heldout chat documents prefix "
+        "tune_steps tune_batch tune_rate memory_limit sequential"
     ).split()
-    settings = {name: getattr(args, name) for name in names}
-    chosen = args.select == "nll"
-    if settings["k"] is None:
-        settings["k"] = "auto" if chosen and args.k_values is None else 8
-    if settings["plan"] is None:
-        settings["plan"] = "auto" if chosen else "full"
-    return FitConfig(**settings)
+    return FitConfig(**{name: getattr(args, name) for name in names})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -188,7 +182,8 @@ def run(args: argparse.Namespace) -> int:
         if exact is not None:
             lost = exact - sum(scores) / len(scores)
             print(
-                f"    {config.weights} weights cost {lost:.3f} of it ({exact:.3f} before rounding)"
+                f"    {config.weight_format} weights cost {lost:.3f} of it "
+                f"({exact:.3f} before rounding)"
             )
     evaluation = shlex.join(
         ["kvgraft", "eval", args.out, "--source", args.source, "--target", args.target]
@@ -219,12 +214,14 @@ def _note(line: str) -> None:
 
 
 def _k(text: str) -> int | str:
-    if text == "all":
+    if text in ("all", "auto"):
         return text
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'all'") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number nor 'all' or 'auto'"
+        ) from None
 
 
 def _lambda(text: str) -> float | str:

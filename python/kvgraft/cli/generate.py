@@ -30,10 +30,8 @@ def add_parser(subparsers: Any) -> None:
         "to stdout; the switch and what it cost go to stderr. Only one of the models is in "
         "memory at a time.",
     )
-    parser.add_argument(
-        "--from", dest="source", required=True, help="model that begins (folder or repository)"
-    )
-    parser.add_argument("--to", dest="target", required=True, help="model that goes on")
+    parser.add_argument("--source", required=True, help="model that begins (folder or repository)")
+    parser.add_argument("--target", required=True, help="model that goes on")
     parser.add_argument(
         "--mapper", help="mapper from the first to the second; without one, the text is read again"
     )
@@ -61,11 +59,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--seed", type=int, help="seed of the random sequence")
     parser.add_argument(
-        "--head", type=int, help="first tokens that the second model reads itself "
+        "--native-start", type=int, help="first tokens that the second model reads itself "
         "(default: the mapper's policy)",
     )  # fmt: skip
     parser.add_argument(
-        "--tail", type=int, help="last tokens that it reads itself (default: the mapper's policy)"
+        "--native-end",
+        type=int,
+        help="last tokens that it reads itself (default: the mapper's policy)",
     )
     parser.add_argument(
         "--repair", type=int, nargs="?", const=64, default=0, metavar="N",
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.max_tokens < 1:
         raise ArgumentError("--max-tokens must be at least 1.")
-    for name in ("switch_after", "head", "tail"):
+    for name in ("switch_after", "native_start", "native_end"):
         value = getattr(args, name)
         if value is not None and value < 0:
             raise ArgumentError(f"--{name.replace('_', '-')} is a number of tokens, not {value}.")
@@ -177,8 +177,8 @@ def _session(args: argparse.Namespace) -> Session:
         logits_processors=make_logits_processors(repetition_penalty=args.repetition_penalty),
         memory_limit=_memory_limit(args.memory_limit),
         policy=_policy(args),
-        head=args.head,
-        tail=args.tail,
+        head=args.native_start,
+        tail=args.native_end,
         force=args.force,
         keep_source=args.keep_source,
         repair=args.repair,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from kvgraft.errors import KvgraftError
-from kvgraft.option_names import options
+from kvgraft.option_names import command_line
 
 __all__ = ["main"]
 
@@ -25,16 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # tokenised whole and then cut.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from kvgraft.cli.parser import build_parser
+    from kvgraft.cli.renamed import current_names
 
     parser = build_parser()
-    args, more = parser.parse_known_args(argv)
+    args, more = parser.parse_known_args(current_names(sys.argv[1:] if argv is None else argv))
     if getattr(args, "takes_more", False):
         args.more = more  # options of the program that the command extends
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     command: Command = args.command
     try:
-        with options(args.options):
+        with command_line():
             return command(args)
     except KvgraftError as error:
         print(f"kvgraft: {error}", file=sys.stderr)

@@ -32,15 +32,4 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (demo, fit, eval, generate, transfer, serve, plan, inspect, verify, convert, env):
         module.add_parser(subparsers)
-    for command in subparsers.choices.values():
-        command.set_defaults(options=_options(command))
     return parser
-
-
-def _options(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """The option of each setting that a command takes; argparse has no public list."""
-    return {
-        action.dest: max(action.option_strings, key=len)
-        for action in parser._actions
-        if action.option_strings
-    }

@@ -28,21 +28,22 @@ def add_parser(subparsers: Any) -> None:
         help="target model, as it is to stand in the file: a folder or a repository",
     )
     parser.add_argument(
-        "--head",
+        "--native-start",
         type=int,
-        help="so many of the first tokens are read by the target itself (default: what the "
+        help="first tokens that the target reads itself (default: what the "
         "mapper's evaluation recommends)",
     )
     parser.add_argument(
-        "--tail",
+        "--native-end",
         type=int,
-        help="so many of the last tokens are read by the target itself (default: what the "
-        "mapper's evaluation recommends)",
+        help="last tokens that the target reads itself, with the one to continue from (default: "
+        "what the mapper's evaluation recommends)",
     )
     parser.add_argument(
         "--prompt-file",
         dest="prompt",
-        help="the text that was cached ('-' reads stdin), where --head or --tail need it",
+        help="the text that was cached ('-' reads stdin), if --native-start or --native-end needs "
+        "it",
     )
     parser.add_argument(
         "--force", action="store_true", help='map even if the mapper\'s verdict is "do not ship"'
@@ -82,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
         Mapper.load(args.mapper),
         args.target,
         prompt=prompt,
-        head=args.head,
-        tail=args.tail,
+        head=args.native_start,
+        tail=None if args.native_end is None else args.native_end - 1,
         force=args.force,
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,

@@ -12,7 +12,10 @@ from kvgraft.evaluate.metrics import TokenScores
 from kvgraft.option_names import named
 from kvgraft.text.heldout import HeldoutText
 
-__all__ = ["DocumentResult", "EvalConfig", "Measurements", "NeedleResult"]
+__all__ = ["STORED_KEYS", "DocumentResult", "EvalConfig", "Measurements", "NeedleResult"]
+
+STORED_KEYS = {"native_starts": "heads", "native_ends": "tails"}
+"""Keys of settings in eval.json, where they are not the field's name."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class EvalConfig:
         documents: Documents to score.
         prefix: Tokens before the scored part; all but the last are handed over.
         scored: Tokens scored per document.
-        heads: Native tokens at the start to try.
-        tails: Native tokens at the end to try, with the last one, which always is.
+        native_starts: Native tokens at the start to try.
+        native_ends: Native tokens at the end to try, with the last token, which is always native.
         needle_lengths: Tokens of the contexts that needles are hidden in; empty
             for none.
         needle_depths: Where they are hidden, 0 to 1.
@@ -40,8 +43,8 @@ class EvalConfig:
     documents: int = 16
     prefix: int = 768
     scored: int = 256
-    heads: tuple[int, ...] = (0, 4, 32)
-    tails: tuple[int, ...] = (1, 32, 128)
+    native_starts: tuple[int, ...] = (0, 4, 32)
+    native_ends: tuple[int, ...] = (1, 32, 128)
     needle_lengths: tuple[int, ...] = (512, 1024)
     needle_depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     needle_samples: int = 2
@@ -57,10 +60,10 @@ class EvalConfig:
                 f"{named('scored')} at least 1; got {self.documents}, {self.prefix} and "
                 f"{self.scored}."
             )
-        if min((*self.heads, 0)) < 0 or min((*self.tails, 1)) < 1:
+        if min((*self.native_starts, 0)) < 0 or min((*self.native_ends, 1)) < 1:
             raise EvaluationError(
-                f"{named('heads')} must be at least 0 and {named('tails')} at least 1: the last "
-                "token of a prefix is always read by the target."
+                f"{named('native_starts')} must be at least 0 and {named('native_ends')} at least "
+                "1: the last token of a prefix is always read by the target."
             )
         if self.repeats < 1 or self.needle_samples < 1:
             raise EvaluationError(
@@ -80,11 +83,12 @@ class EvalConfig:
     @property
     def ends(self) -> list[tuple[int, int]]:
         """Pairs (head, tail) to try; always with the plain hand-off."""
-        return sorted({PLAIN} | {(h, t) for h in self.heads for t in self.tails})
+        return sorted({PLAIN} | {(h, t) for h in self.native_starts for t in self.native_ends})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+        """JSON-ready, with the keys of eval.json."""
+        stored = {STORED_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return json.loads(json.dumps(stored))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

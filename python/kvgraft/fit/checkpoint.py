@@ -225,10 +225,10 @@ class FitCheckpoint:
 def _in_words(differing: Sequence[str]) -> list[str]:
     """What a user calls the parts of a fit's identity."""
     words = {
-        "passes": f"what is gathered ({named('plan')}, {named('memory_limit')})",
-        "n_passes": f"what is gathered ({named('plan')}, {named('memory_limit')})",
+        "passes": f"what is gathered ({named('head_mapping')}, {named('memory_limit')})",
+        "n_passes": f"what is gathered ({named('head_mapping')}, {named('memory_limit')})",
         "text": f"text ({named('sequences')}, {named('seq_len')})",
-        "structure": f"what is gathered ({named('plan')}, {named('memory_limit')})",
+        "structure": f"what is gathered ({named('head_mapping')}, {named('memory_limit')})",
         **{s: named(s) for s in ("stride", "skip", "token_weights", "sequential")},
     }
     return list(dict.fromkeys(words.get(key, key) for key in differing))

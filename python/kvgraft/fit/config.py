@@ -8,22 +8,32 @@ from typing import Any
 from kvgraft.errors import FitError
 from kvgraft.option_names import named
 
-__all__ = ["FitConfig"]
+__all__ = ["STORED_KEYS", "FitConfig"]
+
+STORED_KEYS = {
+    "head_mapping": "plan",
+    "layer_ranking": "selection",
+    "source_layers": "layers",
+    "weight_format": "weights",
+}
+"""Keys of settings in stored JSON, where they are not the field's name."""
 
 _CHOICES = {
     "lambda_convention": ("gram", "covariance"),
-    "selection": ("heldout", "paper"),
-    "layers": ("shared", "separate"),
-    "plan": ("full", "local", "grouped", "auto"),
+    "layer_ranking": ("heldout", "paper"),
+    "source_layers": ("shared", "separate"),
+    "head_mapping": ("full", "local", "grouped", "auto"),
     "token_weights": ("auto", "attention", "uniform"),
-    "weights": ("float32", "float16", "bfloat16", "8bit", "4bit"),
+    "weight_format": ("float32", "float16", "bfloat16", "8bit", "4bit"),
     "structure": ("auto", "full", "heads"),
 }
 
 
 @dataclass(frozen=True)
 class FitConfig:
-    """Settings of a fit. Defaults follow the paper, but for ``selection`` and ``token_weights``.
+    """Settings of a fit.
+
+    Defaults follow the paper, except for ``layer_ranking`` and ``token_weights``.
 
     Attributes:
         k: Source layers per target layer (all, with a remark, if the source has
@@ -36,15 +46,15 @@ class FitConfig:
         lambda_convention: ``"gram"``: added to the centred Gram matrix, as in
             the paper and VeloxQuant-MLX. ``"covariance"``: added to the centred
             covariance, as in the molt mappers; stronger by the number of rows.
-        selection: How source layers are ranked: ``"heldout"`` or ``"paper"``
+        layer_ranking: How source layers are ranked: ``"heldout"`` or ``"paper"``
             (in-sample); see :func:`kvgraft.fit.layer_ranking.score_layers`.
-        layers: ``"shared"``: keys and values take the same source layers, ranked
+        source_layers: ``"shared"``: keys and values take the same source layers, ranked
             by the mean of their scores (the paper). ``"separate"``: each by its
             own.
-        plan: Source heads per target head: ``"full"`` (all of them, the paper),
+        head_mapping: Source KV heads per target head: ``"full"`` (all of them, the paper),
             ``"local"`` (the one of the same index), ``"grouped"``, or ``"auto"``:
             chosen like ``k``.
-        groups: The ``"grouped"`` plan: one list of source heads per target head,
+        groups: The ``"grouped"`` mapping: one list of source heads per target head,
             all of one length; ``None`` splits the source heads evenly.
         sequences: Calibration sequences.
         seq_len: Tokens per sequence.
@@ -67,7 +77,7 @@ class FitConfig:
         tune_rate: Size of a step, as a share of the features' spread.
         content_space: Take RoPE off the keys before fitting (section 3.3 of the
             paper).
-        weights: How the weights are stored: ``"float32"``, ``"float16"``,
+        weight_format: How the weights are stored: ``"float32"``, ``"float16"``,
             ``"bfloat16"``, ``"8bit"`` or ``"4bit"``.
         group_size: Group size of quantised weights.
         structure: Which moments are gathered: ``"full"`` serves every plan,
@@ -84,9 +94,9 @@ class FitConfig:
     k_values: int | str | None = None
     ridge_lambda: float | str = 0.01
     lambda_convention: str = "gram"
-    selection: str = "heldout"
-    layers: str = "shared"
-    plan: str = "full"
+    layer_ranking: str = "heldout"
+    source_layers: str = "shared"
+    head_mapping: str = "full"
     groups: tuple[tuple[int, ...], ...] | None = None
     sequences: int = 500
     seq_len: int = 1024
@@ -102,7 +112,7 @@ class FitConfig:
     tune_batch: int = 8
     tune_rate: float = 0.003
     content_space: bool = True
-    weights: str = "float16"
+    weight_format: str = "float16"
     group_size: int = 64
     structure: str = "auto"
     memory_limit: int | None = None
@@ -146,16 +156,18 @@ class FitConfig:
         if not 0 < self.effective_rows <= 1:
             raise FitError(f"{named('effective_rows')} must lie between 0 and 1.")
         if self.groups is not None:
-            if self.plan != "grouped":
-                raise FitError(f"{named('groups')} go with {named('plan', 'grouped')}.")
+            if self.head_mapping != "grouped":
+                raise FitError(f"{named('groups')} go with {named('head_mapping', 'grouped')}.")
             if len({len(g) for g in self.groups}) != 1 or not self.groups[0]:
                 raise FitError("Every group must list the same number of heads.")
         if self.documents < 1 or (self.prefix is not None and self.prefix < 2):
             raise FitError(
                 f"{named('documents')} must be at least 1, {named('prefix')} at least 2."
             )
-        if self.structure == "heads" and self.plan not in ("local", "auto"):
-            raise FitError(f"{named('structure', 'heads')} serves {named('plan', 'local')} only.")
+        if self.structure == "heads" and self.head_mapping not in ("local", "auto"):
+            raise FitError(
+                f"{named('structure', 'heads')} serves {named('head_mapping', 'local')} only."
+            )
         if self.group_size not in (32, 64, 128):
             raise FitError(f"{named('group_size')} must be 32, 64 or 128; got {self.group_size}.")
         if self.memory_limit is not None and self.memory_limit <= 0:
@@ -199,7 +211,7 @@ class FitConfig:
     @property
     def is_auto(self) -> bool:
         """Whether something is to be chosen by loss."""
-        return "auto" in (self.k, self.plan)
+        return "auto" in (self.k, self.head_mapping)
 
     @property
     def needs_models(self) -> bool:
@@ -212,5 +224,5 @@ class FitConfig:
         return self.k if self.k_values is None else self.k_values
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description."""
-        return asdict(self)
+        """A JSON-ready description, with the keys that records of a fit have."""
+        return {STORED_KEYS.get(name, name): value for name, value in asdict(self).items()}

@@ -75,7 +75,7 @@ def _advice(mapper: Mapper) -> str:
     if mapper.fit.get("k") != 1 and "choice" not in mapper.fit:
         smaller.append(f"a smaller {named('k')}")
     if mapper.fit.get("plan") == "full" and "choice" not in mapper.fit:
-        smaller.append(named("plan", "local"))
+        smaller.append(named("head_mapping", "local"))
     return (
         f"Fit on {' or '.join(['more text', *smaller])}, or let the target read the text again "
         "instead of mapping (re-prefill)."

@@ -120,7 +120,7 @@ def plan_fit_memory(
     """
     structure = config.structure
     n_heads = common_heads(source, target)
-    if structure == "auto" and config.plan == "auto":
+    if structure == "auto" and config.head_mapping == "auto":
         facts: dict[str, Any] = {"model_bytes": model_bytes, "rows": rows, "sequences": sequences}
         try:
             return plan_fit_memory(source, target, replace(config, structure="full"), **facts)
@@ -129,7 +129,7 @@ def plan_fit_memory(
                 raise
         return plan_fit_memory(source, target, replace(config, structure="heads"), **facts)
     if structure == "auto":
-        structure = "heads" if config.plan == "local" and n_heads is not None else "full"
+        structure = "heads" if config.head_mapping == "local" and n_heads is not None else "full"
     if rows is None:
         rows = round(config.sequences * (1 - config.heldout)) * len(
             range(config.skip, config.seq_len, config.stride)
@@ -184,8 +184,8 @@ def plan_fit_memory(
             if plan.peak_bytes <= config.memory_limit:
                 return plan
     advice = ""
-    if config.plan != "local" and n_heads is not None:
-        advice = f" {named('plan', 'local')} needs less."
+    if config.head_mapping != "local" and n_heads is not None:
+        advice = f" {named('head_mapping', 'local')} needs less."
     if not config.sequential and min(model_bytes) > 0:
         advice += (
             f" Running the models one after the other ({named('sequential', True)}) saves one of "
@@ -218,7 +218,7 @@ def _in_dim(source: ModelGeometry, kind: str, config: FitConfig) -> int:
     columns = Columns.of(source, kind)
     k = 1 if config.k == "auto" else config.k if kind == "keys" else config.k_of_values
     n = len(columns.dims) if k == "all" else min(int(k), len(columns.dims))
-    widths = columns.dims if config.plan in ("local", "auto") else columns.widths
+    widths = columns.dims if config.head_mapping in ("local", "auto") else columns.widths
     return sum(sorted(widths, reverse=True)[:n])
 
 

@@ -338,8 +338,8 @@ class Moments:
             if n_heads is None:
                 raise FitError(
                     "Head-local moments need the same number of KV heads in every layer of both "
-                    f"models. Use the full structure ({named('plan', 'full')} or "
-                    f"{named('plan', 'grouped')})."
+                    f"models. Use the full structure ({named('head_mapping', 'full')} or "
+                    f"{named('head_mapping', 'grouped')})."
                 )
             self.heads = tuple(range(n_heads) if heads is None else heads)
         elif structure == "full":

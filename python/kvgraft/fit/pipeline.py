@@ -404,7 +404,7 @@ def _gathered(
         if plan.spill:
             raise FitError(
                 "Several processes cannot fit in several passes: their moments meet in memory. "
-                f"Raise {named('memory_limit')}, or give {named('plan', 'local')}."
+                f"Raise {named('memory_limit')}, or give {named('head_mapping', 'local')}."
             )
         _check_agreement(group, _identity(plan, sides, calibration, config))
         work = None if work is None else Path(work) / f"process-{rank}-of-{size}"
@@ -412,7 +412,7 @@ def _gathered(
         tell(
             f"{n_fit:,} rows are few for {plan.in_dim:,} features per target head: the map will "
             f"be worse than the pair allows. Give more text, a smaller {named('k')}, or "
-            f"{named('plan', 'local')}."
+            f"{named('head_mapping', 'local')}."
         )
     total = len(mine) * len(plan.passes) * (2 if config.sequential else 1)
     total += len(sides[1].geometry.layers) + config.tune_steps
@@ -484,7 +484,9 @@ class _LastStage:
     def _choose(self, moments: GatheredMoments, documents: Documents) -> Mapper:
         source, target = (side.geometry for side in self.sides)
         ridge = self.config.penalty(moments.fit.count("keys"))
-        scores = score_layers(moments.fit, moments.heldout, rule=self.config.selection, ridge=ridge)
+        scores = score_layers(
+            moments.fit, moments.heldout, rule=self.config.layer_ranking, ridge=ridge
+        )
         documents = with_own(documents, self.sides[1].model())
         mapper, trials = choose(
             lambda config: moments.solve(config, scores=scores),
@@ -559,7 +561,7 @@ def _check_request(
 def _check_storage(sides: tuple[_Side, _Side], config: FitConfig) -> None:
     problem = storage_problem(sides[0].geometry, sides[1].geometry, config)
     if problem is not None:
-        raise FitError(f"{problem}; or give {named('weights', 'float16')}.")
+        raise FitError(f"{problem}; or give {named('weight_format', 'float16')}.")
 
 
 def _check_apart(out: str | os.PathLike[str], work: str | os.PathLike[str]) -> None:
@@ -926,7 +928,7 @@ def fit_arrays(
     structure = cfg.structure
     if structure == "auto":
         matched = common_heads(source_geometry, target_geometry) is not None
-        structure = "heads" if cfg.plan == "local" and matched else "full"
+        structure = "heads" if cfg.head_mapping == "local" and matched else "full"
     parts = [
         Moments(source_geometry, target_geometry, structure=structure, dtype=dtype)
         for dtype in ("float64", "float32")

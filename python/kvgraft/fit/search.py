@@ -117,8 +117,8 @@ class Trial:
 
 def plans_to_try(source: ModelGeometry, target: ModelGeometry, config: FitConfig) -> list[str]:
     """Head plans to compare for a pair: the cheap one first."""
-    if config.plan != "auto":
-        return [config.plan]
+    if config.head_mapping != "auto":
+        return [config.head_mapping]
     if common_heads(source, target) is not None:
         return ["local"] if config.structure == "heads" else ["local", "full"]
     return ["grouped", "full"]
@@ -236,7 +236,10 @@ def choose(
         nonlocal kept
         if not fits(candidate):
             if notify is not None:
-                notify(f"{candidate.plan} k={candidate.k} needs more memory than the limit allows.")
+                notify(
+                    f"{candidate.head_mapping} k={candidate.k} needs more memory than the limit "
+                    "allows."
+                )
             return None
         mapper = solve(candidate)
         trial = _trial(mapper, candidate, score(mapper, documents, model, target), documents.native)
@@ -250,15 +253,15 @@ def choose(
     def cannot_be_stored(candidate: FitConfig) -> bool:
         problem = storage_problem(source, target, candidate)
         if problem is not None and notify is not None:
-            notify(f"{candidate.plan} k={candidate.k} is left out: {problem}.")
+            notify(f"{candidate.head_mapping} k={candidate.k} is left out: {problem}.")
         return problem is not None
 
     for plan in plans_to_try(source, target, config):
         lowest, worse = float("inf"), 0
         for k in ks_to_try(source, config):
-            if cannot_be_stored(replace(config, plan=plan, k=k)):
+            if cannot_be_stored(replace(config, head_mapping=plan, k=k)):
                 continue
-            trial = attempt(replace(config, plan=plan, k=k))
+            trial = attempt(replace(config, head_mapping=plan, k=k))
             if trial is None:
                 break
             worse = worse + 1 if trial.nll > lowest else 0
@@ -303,8 +306,8 @@ def trace(documents: Documents, trials: Sequence[Trial]) -> dict[str, Any]:
 def _variations(won: FitConfig, n_layers: int) -> Iterator[FitConfig]:
     if won.k_values is None and isinstance(won.k, int) and won.k < n_layers:
         yield replace(won, k_values=min(2 * won.k, n_layers))
-    if won.layers == "shared" and won.k != "all" and won.k != n_layers:
-        yield replace(won, layers="separate")
+    if won.source_layers == "shared" and won.k != "all" and won.k != n_layers:
+        yield replace(won, source_layers="separate")
     if isinstance(won.ridge_lambda, str):
         return
     yield replace(won, ridge_lambda="auto")
@@ -332,10 +335,10 @@ def _trial(
     with np.errstate(invalid="ignore"):  # a candidate may lose with infinity or NaN
         error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else 0.0
     return Trial(
-        config.plan,
+        config.head_mapping,
         config.k,
         config.k_of_values,
-        config.layers,
+        config.source_layers,
         config.ridge_lambda,
         mapper.n_parameters,
         float(np.mean(losses)),

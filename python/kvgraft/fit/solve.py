@@ -75,7 +75,7 @@ def head_plan(
     if plan == "local":
         if counts != {n_target}:
             raise FitError(
-                f"{named('plan', 'local')} needs equal KV head counts; target layer "
+                f"{named('head_mapping', 'local')} needs equal KV head counts; target layer "
                 f"{target_layer} has {n_target}, its source layers have {sorted(counts)}. Use "
                 "'grouped' or 'full'."
             )
@@ -84,7 +84,7 @@ def head_plan(
         if len(counts) != 1:
             raise FitError(
                 f"The source layers of target layer {target_layer} have {sorted(counts)} KV "
-                f"heads; state the groups, or give {named('plan', 'full')}."
+                f"heads; state the groups, or give {named('head_mapping', 'full')}."
             )
         return even_groups(next(iter(counts)), n_target)
     if len(groups) != n_target or any(not 0 <= g < min(counts) for one in groups for g in one):
@@ -109,7 +109,7 @@ def storage_problem(source: ModelGeometry, target: ModelGeometry, config: FitCon
     Raises:
         FitError: If the plan does not fit the head counts.
     """
-    if config.weights not in ("8bit", "4bit") or config.plan == "auto":
+    if config.weight_format not in ("8bit", "4bit") or config.head_mapping == "auto":
         return None
     n = len(source.layers)
     parts = (("key_dim", "k"), ("value_dim", "k" if config.k_values is None else "k_values"))
@@ -118,7 +118,7 @@ def storage_problem(source: ModelGeometry, target: ModelGeometry, config: FitCon
             len(heads) * getattr(source.layers[s], dim)
             for layer in range(len(target.layers))
             for s in range(n)
-            for heads in head_plan(source, target, layer, [s], config.plan, config.groups)
+            for heads in head_plan(source, target, layer, [s], config.head_mapping, config.groups)
             or [range(source.layers[s].n_kv_heads)]
         }
         k = getattr(config, name)
@@ -129,9 +129,9 @@ def storage_problem(source: ModelGeometry, target: ModelGeometry, config: FitCon
         if inputs % config.group_size:
             fitting = [i for i in range(1, n + 1) if i * width % config.group_size == 0]
             return (
-                f"{named('weights', config.weights)} groups {config.group_size} inputs, and "
-                f"{named('plan', config.plan)} with {named(name, k)} has {inputs}"
-                + (f"; {named(name, fitting[0])} would do" if fitting else "")
+                f"{named('weight_format', config.weight_format)} groups {config.group_size} "
+                f"inputs, and {named('head_mapping', config.head_mapping)} with {named(name, k)} "
+                f"has {inputs}" + (f"; {named(name, fitting[0])} would do" if fitting else "")
             )
     return None
 
@@ -185,7 +185,7 @@ def solve_mapper(
         raise FitError("The moments hold no rows to fit on.")
     if scores is None:
         ridge = config.penalty(fit.count("keys"))
-        scores = score_layers(fit, test, rule=config.selection, ridge=ridge, targets=chosen)
+        scores = score_layers(fit, test, rule=config.layer_ranking, ridge=ridge, targets=chosen)
     layers = []
     for n, t in enumerate(chosen):
         sources = _choose(scores, config, t)
@@ -205,7 +205,7 @@ def _choose(
     scores: LayerScores, config: FitConfig, target_layer: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Source layers of the keys and of the values."""
-    kinds = ("shared", "shared") if config.layers == "shared" else ("keys", "values")
+    kinds = ("shared", "shared") if config.source_layers == "shared" else ("keys", "values")
     first, second = (
         choose_layers(scores.of(kind), target_layer, k)
         for kind, k in zip(kinds, (config.k, config.k_of_values), strict=True)
@@ -242,7 +242,7 @@ def solve_layer(
         scores[f"condition_{kind}"] = solved.condition
         if solved.method != "cholesky":
             scores[f"unstable_{kind}"] = 1.0
-        if heldout is not None and config.weights in ("8bit", "4bit"):
+        if heldout is not None and config.weight_format in ("8bit", "4bit"):
             scores[f"r2_{kind}_unrounded"] = float(
                 _heldout_r2(solved.map, kind, target_layer, heldout, solved.exact).mean()
             )
@@ -335,7 +335,9 @@ def best_lambda(
         target_layer: The target layer.
         sources: Its source layers.
     """
-    plan = head_plan(fit.source, fit.target, target_layer, sources, config.plan, config.groups)
+    plan = head_plan(
+        fit.source, fit.target, target_layer, sources, config.head_mapping, config.groups
+    )
     n_heads = fit.target.layers[target_layer].n_kv_heads
     systems = []
     for group, heads in _systems(plan, n_heads).items():
@@ -377,7 +379,9 @@ def _solve_kind(
     target_layer: int,
     sources: tuple[int, ...],
 ) -> _Solved:
-    plan = head_plan(fit.source, fit.target, target_layer, sources, config.plan, config.groups)
+    plan = head_plan(
+        fit.source, fit.target, target_layer, sources, config.head_mapping, config.groups
+    )
     n_heads = fit.target.layers[target_layer].n_kv_heads
     if config.ridge_lambda == "auto":
         if heldout is None:
@@ -443,18 +447,20 @@ def store_weight(dense: Float64, config: FitConfig, where: str) -> Weight:
         FitError: If they cannot be kept like that.
     """
     weight = mx.array(dense.astype(np.float32))
-    if config.weights in ("8bit", "4bit"):
+    if config.weight_format in ("8bit", "4bit"):
         _check_range(dense, mx.float16, where)
         if dense.shape[1] % config.group_size:
             raise FitError(
                 f"{where}: {dense.shape[1]} inputs don't divide into groups of "
-                f"{config.group_size}. Give {named('weights', 'float16')}, or from Python a "
+                f"{config.group_size}. Give {named('weight_format', 'float16')}, or from Python a "
                 "group_size of 32, 64 or 128 that does."
             )
         return quantize(
-            weight.astype(mx.float16), bits=int(config.weights[0]), group_size=config.group_size
+            weight.astype(mx.float16),
+            bits=int(config.weight_format[0]),
+            group_size=config.group_size,
         )
-    dtype = _FLOATS[config.weights]
+    dtype = _FLOATS[config.weight_format]
     _check_range(dense, dtype, where)
     return weight.astype(dtype)
 
@@ -471,8 +477,8 @@ def _check_range(dense: Float64, dtype: mx.Dtype, where: str) -> None:
     if largest > limit:
         raise FitError(
             f"{where}: a weight of {largest:.3g} is beyond the range of {dtype} ({limit:.3g}). "
-            f"Give {named('weights', 'bfloat16')} or {named('weights', 'float32')}, or raise "
-            f"{named('ridge_lambda')}."
+            f"Give {named('weight_format', 'bfloat16')} or {named('weight_format', 'float32')}, or "
+            f"raise {named('ridge_lambda')}."
         )
 
 
@@ -487,15 +493,15 @@ def _describe(
         "method": "ridge",
         "lambda": config.ridge_lambda,
         "lambda_convention": config.lambda_convention,
-        "plan": config.plan,
+        "plan": config.head_mapping,
         "k": config.k,
         "k_values": config.k_of_values,
-        "layers": config.layers,
+        "layers": config.source_layers,
         "selection": scores.rule,
         "selection_by": "same head" if scores.head_matched else "all heads of a layer",
         "rows": round(fit.count("keys")),
         "heldout_rows": 0 if heldout is None else round(heldout.count("keys")),
-        "weights": config.weights,
+        "weights": config.weight_format,
         "content_space": config.content_space,
     }
     if config.groups is not None:

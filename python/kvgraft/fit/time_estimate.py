@@ -99,7 +99,7 @@ def estimate_time(
 
 def _candidates(source: ModelGeometry, target: ModelGeometry, config: FitConfig) -> list[FitConfig]:
     return [
-        replace(config, plan=plan, k=k)
+        replace(config, head_mapping=plan, k=k)
         for plan in plans_to_try(source, target, config)
         for k in ks_to_try(source, config)
     ]
@@ -113,10 +113,10 @@ def _solve_work(source: ModelGeometry, target: ModelGeometry, config: FitConfig)
         k = config.k if kind == "keys" else config.k_of_values
         n_layers = len(x.dims) if k == "all" else min(int(k), len(x.dims))
         for heads, dim in zip(Columns.of(target, kind).heads, Columns.of(target, kind).dims):
-            if config.plan == "full":
+            if config.head_mapping == "full":
                 systems, n, m = 1, n_layers * max(x.widths), heads * dim
             else:
-                per_head = -(-max(x.heads) // heads) if config.plan == "grouped" else 1
+                per_head = -(-max(x.heads) // heads) if config.head_mapping == "grouped" else 1
                 systems, n, m = heads, n_layers * per_head * max(x.dims), dim
             total += systems * (n**3 / 3 + 4 * n * n * m)
     return total

@@ -1,0 +1,73 @@
+"""Options of release 0.1 under their names of today. To be removed in 0.3."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+__all__ = ["current_names"]
+
+_FIT = {
+    "--plan": "--head-mapping",
+    "--selection": "--layer-ranking",
+    "--layers": "--source-layers",
+    "--weights": "--weight-format",
+}
+_NATIVE = {"--head": "--native-start", "--tail": "--native-end"}
+_RENAMED = {
+    "fit": _FIT,
+    "plan": _FIT,
+    "eval": {"--heads": "--native-starts", "--tails": "--native-ends"},
+    "generate": {"--from": "--source", "--to": "--target", **_NATIVE},
+    "transfer": _NATIVE,
+    "convert": {"--weights": "--weight-format"},
+}
+
+
+def _one_more(text: str) -> str:
+    return str(int(text) + 1) if text.isdecimal() else text
+
+
+_CONVERTED: dict[tuple[str, str], Callable[[str], str]] = {("transfer", "--tail"): _one_more}
+"""Values that count otherwise today: the native end includes the token to continue from."""
+
+_SELECT = {"nll": [], "fixed": ["--k", "8", "--head-mapping", "full"]}
+
+
+def current_names(argv: Sequence[str]) -> list[str]:
+    """Replace old options of a command line, with a warning on stderr for each.
+
+    Args:
+        argv: Arguments, the command first.
+    """
+    if not argv or argv[0] not in _RENAMED:
+        return list(argv)
+    command, out = argv[0], [argv[0]]
+    rest = iter(argv[1:])
+    for arg in rest:
+        if arg == "--":
+            return [*out, arg, *rest]
+        old, equals, value = arg.partition("=")
+        if old == "--select" and command in ("fit", "plan"):
+            chosen = _SELECT.get(value if equals else next(rest, ""), [])
+            # First, so that a --k or --head-mapping that is given counts.
+            out[1:1] = chosen
+            _warn(old, " ".join(chosen) or "the default")
+            continue
+        new = _RENAMED[command].get(old)
+        if new is None:
+            out.append(arg)
+            continue
+        convert = _CONVERTED.get((command, old), str)
+        _warn(old, new)
+        if equals:
+            out.append(f"{new}={convert(value)}")
+        else:
+            out.append(new)
+            if convert is not str and (following := next(rest, None)) is not None:
+                out.append(convert(following))
+    return out
+
+
+def _warn(old: str, new: str) -> None:
+    print(f"kvgraft: warning: {old} is now {new}; the old name will go in 0.3", file=sys.stderr)
