@@ -1054,7 +1054,7 @@ def test_files_are_flushed_before_they_take_their_name(tmp_path, flushed, monkey
 
 def test_a_folder_that_cant_be_flushed_after_the_swap_is_in_place(tmp_path, monkeypatch):
     error = OSError(errno.EINVAL, "Invalid argument")
-    monkeypatch.setattr(atomic, "_sync_folder", failing(atomic._sync_folder, 1, error))
+    monkeypatch.setattr(atomic, "_sync", failing(atomic._sync, 1, error))
     mapper = mappers.mapper()
     mapper.save(tmp_path / "a")
     assert_same_mapper(load(tmp_path / "a"), mapper)
@@ -1145,7 +1145,7 @@ def test_a_save_that_fails_leaves_the_old_artifact(tmp_path, monkeypatch, form, 
     steps = [
         (Writer, "write", 12),
         (os, "fsync", 3 if form != "file" else 1),
-        (atomic, "_sync_folder" if form != "file" else "check_space", 1),
+        (atomic, "_sync" if form != "file" else "check_space", 1),
         (atomic, "_swap", 1) if form != "file" else (os, "replace", 1),
     ]
     for owner, name, count in steps:

@@ -34,7 +34,7 @@ from kvgraft.errors import (
     MapperNotFoundError,
     UnsupportedCacheError,
 )
-from kvgraft.files.atomic import check_space, replacing_file
+from kvgraft.files.atomic import check_space, dry_run, replacing_file
 from kvgraft.files.recognise import describe_tensors
 from kvgraft.files.safetensors import Header, read_header
 
@@ -180,17 +180,12 @@ def write_prompt_file(
     mx.eval(arrays)
     with replacing_file(path, _check_replaceable) as fresh:
         check_space(fresh.parent, sum(x.nbytes for x in arrays) + (1 << 20))
-        # mlx-lm adds the suffix to a name without it.
-        made = fresh.with_name("new.safetensors")
         try:
-            save_prompt_cache(str(made), written, said)
+            save_prompt_cache(str(fresh), written, said)
         except RuntimeError as error:
             raise ArtifactWriteError(
                 f"Cannot write {path} ({error}). What was there before is unchanged."
             ) from error
-        with open(made, "rb") as file:
-            os.fsync(file.fileno())
-        os.rename(made, fresh)
     return path
 
 
@@ -202,15 +197,7 @@ def check_destination(path: str | os.PathLike[str]) -> None:
             is there, or writing there is not permitted.
     """
     _check_name(Path(path))
-    try:
-        with replacing_file(path, _check_replaceable):
-            raise _Tried
-    except _Tried:
-        pass
-
-
-class _Tried(Exception):
-    """Ends a trial write."""
+    dry_run(replacing_file(path, _check_replaceable))
 
 
 def _check_name(path: Path) -> None:

@@ -71,6 +71,5 @@ def write_results(folder: Path, results: dict[str, Any]) -> list[Path]:
 
 
 def _write(path: Path, text: str) -> Path:
-    with atomic.replacing_file(path, lambda existing: None) as fresh:
-        fresh.write_text(text, encoding="utf-8")
+    atomic.write_text(path, text)
     return path

@@ -11,16 +11,26 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from kvgraft.errors import ArtifactWriteError, KvgraftError
 
-__all__ = ["check_space", "replacing_file", "replacing_folder"]
+__all__ = [
+    "check_space",
+    "dry_run",
+    "remove_leftovers",
+    "replacing_file",
+    "replacing_folder",
+    "write_json",
+    "write_text",
+]
 
 _MARK = ".kvgraft-tmp-"
 
@@ -60,7 +70,7 @@ def replacing_folder(
             fresh = work / "new"
             fresh.mkdir()
             yield fresh
-            _sync_folder(fresh)
+            _sync(fresh)
             if _holds_files(target):
                 _swap(fresh, target)
                 try:
@@ -74,7 +84,9 @@ def replacing_folder(
 
 
 @contextlib.contextmanager
-def replacing_file(path: str | os.PathLike[str], check: Callable[[Path], None]) -> Iterator[Path]:
+def replacing_file(
+    path: str | os.PathLike[str], check: Callable[[Path], None] | None = None
+) -> Iterator[Path]:
     """Like :func:`replacing_folder`, for one file; the block creates the yielded path.
 
     Args:
@@ -82,7 +94,7 @@ def replacing_file(path: str | os.PathLike[str], check: Callable[[Path], None]) 
         check: Called with an existing file; raises if it must not be replaced.
 
     Yields:
-        Where to write.
+        Where to write; a name with the same suffix. It is flushed to disk afterwards.
 
     Raises:
         ArtifactWriteError: If the disk is full, or writing is not permitted.
@@ -93,12 +105,59 @@ def replacing_file(path: str | os.PathLike[str], check: Callable[[Path], None]) 
             raise ArtifactWriteError(
                 f"{target} is a folder; a file is to be written there. Choose another path."
             )
-        if target.exists():
+        if target.exists() and check is not None:
             check(target)
         with _workspace(target, lambda name: True) as work:
-            yield work / "new"
-            os.replace(work / "new", target)
+            fresh = work / f"new{target.suffix}"
+            yield fresh
+            _sync(fresh)
+            os.replace(fresh, target)
             _settle(target.parent)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a UTF-8 file with :func:`replacing_file`.
+
+    Raises:
+        ArtifactWriteError: If the disk is full, or writing is not permitted.
+    """
+    with replacing_file(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike[str], value: Any, *, indent: int | None = None) -> None:
+    """Write a JSON file with :func:`replacing_file`; NaN and infinity are a ``ValueError``.
+
+    Raises:
+        ArtifactWriteError: If the disk is full, or writing is not permitted.
+    """
+    write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
+
+
+class _DryRun(Exception):
+    """Leaves a replacement before anything is replaced."""
+
+
+def dry_run(replacing: contextlib.AbstractContextManager[Path]) -> None:
+    """Raise what a replacement would raise about the place alone, and change nothing.
+
+    For a check before hours of work::
+
+        dry_run(replacing_file(path, check))
+    """
+    with contextlib.suppress(_DryRun), replacing:
+        raise _DryRun
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left of replacements of files in ``folder``.
+
+    A replacement of a path does so for that path by itself.
+    """
+    for entry in list(os.scandir(folder)):
+        name, mark, _ = entry.name.partition(_MARK)
+        if mark and name.startswith("."):
+            _remove_stale(folder / name[1:], lambda name: True)
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -124,7 +183,7 @@ def _workspace(target: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}{_MARK}", dir=target.parent))
     handle = os.open(work, os.O_RDONLY)
     try:
-        # TokenRanges while we work: another save can tell this folder from a stale one.
+        # Locked while we work: another save can tell this folder from a stale one.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield work
     finally:
@@ -135,9 +194,8 @@ def _workspace(target: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
 def _remove_stale(target: Path, ours: Callable[[str], bool]) -> None:
     """Remove what a killed process left beside ``target``."""
     prefix = f".{target.name}{_MARK}"
-    for path in target.parent.iterdir():
-        if not path.name.startswith(prefix):
-            continue
+    for name in [e.name for e in os.scandir(target.parent) if e.name.startswith(prefix)]:
+        path = target.parent / name
         try:
             handle = os.open(path, os.O_RDONLY)
         except OSError:
@@ -204,7 +262,8 @@ def _exchange(a: Path, b: Path) -> bool:
         return False
 
 
-def _sync_folder(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -215,7 +274,7 @@ def _sync_folder(path: Path) -> None:
 def _settle(folder: Path) -> None:
     """Flush a new name. It is in place already, and not every file system can do this."""
     with contextlib.suppress(OSError):
-        _sync_folder(folder)
+        _sync(folder)
 
 
 @contextlib.contextmanager

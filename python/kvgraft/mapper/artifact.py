@@ -158,10 +158,6 @@ def save(
     return path
 
 
-class _Tried(Exception):
-    """Leaves a replacement before anything is replaced."""
-
-
 def check_destination(path: str | os.PathLike[str]) -> None:
     """Raise what :func:`save` would raise about the place alone, before hours of work.
 
@@ -170,14 +166,11 @@ def check_destination(path: str | os.PathLike[str]) -> None:
         ArtifactWriteError: If writing there is not permitted.
     """
     path = Path(path)
-    try:
-        if path.suffix == ".safetensors":
-            with atomic.replacing_file(path, _check_replaceable_file):
-                raise _Tried
-        with atomic.replacing_folder(path, _check_replaceable_folder, is_artifact_file):
-            raise _Tried
-    except _Tried:
-        pass
+    if path.suffix == ".safetensors":
+        atomic.dry_run(atomic.replacing_file(path, _check_replaceable_file))
+    else:
+        ours = is_artifact_file
+        atomic.dry_run(atomic.replacing_folder(path, _check_replaceable_folder, ours))
 
 
 def is_artifact_file(name: str) -> bool:
