@@ -9,8 +9,9 @@ import pytest
 
 from kvgraft.errors import GeometryError
 from kvgraft.models.rope import RopeSpec
+from kvgraft.ops.dtypes import saturate
 from kvgraft.ops.quantized import dequantize, quantize
-from kvgraft.ops.reference import map_layer, saturate
+from kvgraft.ops.reference import map_layer
 
 SPECS = {
     "none": RopeSpec(0),

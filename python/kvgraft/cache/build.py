@@ -14,7 +14,7 @@ from kvgraft.cache.snapshot import QuantizedRows, SizeLimit
 from kvgraft.errors import CacheError, GeometryError
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.token_ranges import TokenRanges
-from kvgraft.ops.reference import saturate
+from kvgraft.ops.dtypes import saturate
 from kvgraft.option_names import named
 
 __all__ = ["build_cache", "check_mappable", "check_quantizable", "compact", "required_positions"]

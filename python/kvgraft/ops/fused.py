@@ -15,8 +15,8 @@ import mlx.core as mx
 from kvgraft import _ext
 from kvgraft.errors import ArgumentError
 from kvgraft.models.rope import RopeTable
+from kvgraft.ops.checks import HeadMapping, check_map_layer
 from kvgraft.ops.quantized import AffineWeight, Weight
-from kvgraft.ops.reference import HeadPlan, check_map_layer
 
 __all__ = ["explain", "map_layer", "num_threads", "set_num_threads"]
 
@@ -29,7 +29,7 @@ def _arguments(
     sources: Sequence[mx.array],
     weight: Weight,
     bias: mx.array | None,
-    heads: HeadPlan | None,
+    heads: HeadMapping | None,
     strip: Sequence[RopeTable | None] | None,
     rotate: RopeTable | None,
     dtype: mx.Dtype | None,
@@ -57,7 +57,7 @@ def map_layer(
     weight: Weight,
     bias: mx.array | None = None,
     *,
-    heads: HeadPlan | None = None,
+    heads: HeadMapping | None = None,
     strip: Sequence[RopeTable | None] | None = None,
     rotate: RopeTable | None = None,
     dtype: mx.Dtype | None = None,
@@ -100,7 +100,7 @@ def explain(
     weight: Weight,
     bias: mx.array | None = None,
     *,
-    heads: HeadPlan | None = None,
+    heads: HeadMapping | None = None,
     strip: Sequence[RopeTable | None] | None = None,
     rotate: RopeTable | None = None,
     dtype: mx.Dtype | None = None,

@@ -6,7 +6,8 @@ with source layers S and positions t::
     K_hat[h] = R_t(t) ( concat_{l in S} R_s(t)^-1 K_s[l]  W_K[h] + b_K[h] )
     V_hat[h] =          concat_{l in S}           V_s[l]  W_V[h] + b_V[h]
 
-Every faster path of kvgraft is tested against :func:`map_layer`.
+Every faster path of kvgraft is tested against :func:`map_layer`. Only tests, the
+self-test and benchmarks import this module.
 """
 
 from __future__ import annotations
@@ -15,104 +16,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from kvgraft.errors import GeometryError
 from kvgraft.models.rope import RopeTable, rotate_pairs
+from kvgraft.ops.checks import HeadMapping, check_map_layer
+from kvgraft.ops.dtypes import saturate
 from kvgraft.ops.quantized import Weight, dequantize, weight_shape
 
-__all__ = ["HeadPlan", "check_map_layer", "map_layer", "saturate"]
-
-HeadPlan = Sequence[Sequence[int]]
-"""For each target head, the source heads that feed it, in the order of the weights."""
-
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-
-
-def saturate(x: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Cast to ``dtype``; what lies beyond its range becomes its largest value.
-
-    A float16 cache with an ``inf`` in it poisons every later token, while a
-    clamped entry only costs accuracy. NaN stays NaN, so that checks see it.
-    """
-    if dtype == mx.float32 or x.dtype == dtype:
-        return x.astype(dtype)
-    limit = float(mx.finfo(dtype).max)
-    # In float32: bfloat16 would round float16's limit up to what is beyond it.
-    return mx.clip(x.astype(mx.float32), -limit, limit).astype(dtype)
-
-
-def check_map_layer(
-    sources: Sequence[mx.array],
-    weight: Weight,
-    bias: mx.array | None,
-    heads: HeadPlan | None,
-    strip: Sequence[RopeTable | None] | None,
-    rotate: RopeTable | None,
-) -> None:
-    """Raise :class:`GeometryError` unless the arguments of a map fit together."""
-    if not sources:
-        raise GeometryError("map_layer: no source layers given.")
-    first = sources[0]
-    if first.ndim not in (3, 4):
-        raise GeometryError(
-            f"map_layer: sources must be [H, N, D] or [B, H, N, D], got {first.ndim} axes."
-        )
-    for i, s in enumerate(sources):
-        if s.dtype not in _FLOATS:
-            raise GeometryError(f"map_layer: source {i} has dtype {s.dtype}; use a float dtype.")
-        if (
-            s.ndim != first.ndim
-            or s.shape[-2] != first.shape[-2]
-            or (s.ndim == 4 and s.shape[0] != first.shape[0])
-        ):
-            raise GeometryError(
-                f"map_layer: source {i} has shape {tuple(s.shape)}, which does not match "
-                f"{tuple(first.shape)} in batch or tokens."
-            )
-    n_heads, in_dim, out_dim = weight_shape(weight)
-    if heads is None:
-        widths = {sum(s.shape[-3] * s.shape[-1] for s in sources)}
-    else:
-        if len(heads) != n_heads:
-            raise GeometryError(
-                f"map_layer: the head plan lists {len(heads)} heads, the weights have {n_heads}."
-            )
-        for h, group in enumerate(heads):
-            for g in group:
-                for i, s in enumerate(sources):
-                    if not 0 <= g < s.shape[-3]:
-                        raise GeometryError(
-                            f"map_layer: target head {h} wants source head {g}, but source "
-                            f"{i} has {s.shape[-3]} heads."
-                        )
-        widths = {sum(len(group) * s.shape[-1] for s in sources) for group in heads}
-    if widths != {in_dim}:
-        raise GeometryError(
-            f"map_layer: the sources give {sorted(widths)} features per target head, the "
-            f"weights take {in_dim}."
-        )
-    if bias is not None and tuple(bias.shape) != (n_heads, out_dim):
-        raise GeometryError(
-            f"map_layer: bias has shape {tuple(bias.shape)}, expected {(n_heads, out_dim)}."
-        )
-    if strip is not None and len(strip) != len(sources):
-        raise GeometryError(
-            f"map_layer: {len(strip)} strip tables for {len(sources)} source layers."
-        )
-    widths_of = [*zip(strip or [], (s.shape[-1] for s in sources)), (rotate, out_dim)]
-    for table, head_dim in widths_of:
-        if table is None:
-            continue
-        if table.dims > head_dim:
-            raise GeometryError(
-                f"map_layer: a RoPE table rotates {table.dims} dims of heads of {head_dim}."
-            )
-        if table.cos.shape[-2] != first.shape[-2]:
-            raise GeometryError(
-                f"map_layer: a RoPE table covers {table.cos.shape[-2]} positions, the cache "
-                f"holds {first.shape[-2]} tokens."
-            )
-        if table.cos.ndim == 3 and (first.ndim == 3 or table.cos.shape[0] != first.shape[0]):
-            raise GeometryError("map_layer: batched RoPE tables need a batch of the same size.")
+__all__ = ["map_layer"]
 
 
 def map_layer(
@@ -120,7 +29,7 @@ def map_layer(
     weight: Weight,
     bias: mx.array | None = None,
     *,
-    heads: HeadPlan | None = None,
+    heads: HeadMapping | None = None,
     strip: Sequence[RopeTable | None] | None = None,
     rotate: RopeTable | None = None,
     dtype: mx.Dtype | None = None,
@@ -132,7 +41,7 @@ def map_layer(
             layer, in the order of the weights' input axis. float32, float16 or
             bfloat16; any strides. Layers may differ in heads and head_dim.
         weight: ``[H_t, in_dim, D_t]``, plain or :class:`AffineWeight`. The input
-            axis runs over source layers, then heads of the plan, then dims.
+            axis runs over source layers, then heads of the mapping, then dims.
         bias: ``[H_t, D_t]`` or ``None``.
         heads: Source heads per target head (``local``, ``grouped``); ``None``
             feeds all of them to each (``full``, the paper's).
