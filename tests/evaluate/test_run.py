@@ -14,10 +14,9 @@ from fit_problems import prose, save_model
 
 from kvgraft.cli.main import main
 from kvgraft.demo.data import bundled
-from kvgraft.errors import EvaluationError, PairMismatchError
-from kvgraft.evaluate import arms
-from kvgraft.evaluate import run as evaluate
-from kvgraft.evaluate.run import measure
+from kvgraft.errors import ArgumentError, EvaluationError, PairMismatchError
+from kvgraft.evaluate import arms, stages
+from kvgraft.evaluate.run import evaluate_mapper, measure
 from kvgraft.evaluate.summary import summarise
 from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
@@ -149,7 +148,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch):
     mapper, model = identity(folder / "model"), folder / "model"
     text = [folder / "text.txt"]
     config = replace(SMALL, needle_samples=1, speed_lengths=())
-    original = evaluate._Run._run_document
+    original = stages.Stages._run_document
     calls = []
 
     def failing(self, i, *args):
@@ -158,7 +157,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(self, i, *args)
 
-    monkeypatch.setattr(evaluate._Run, "_run_document", failing)
+    monkeypatch.setattr(stages.Stages, "_run_document", failing)
     work = tmp_path / "work"
     with pytest.raises(KeyboardInterrupt):
         measure(mapper, model, model, text, config, work=work)
@@ -175,6 +174,22 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch):
     (tmp_path / "other" / "mine.txt").write_text("keep")
     with pytest.raises(EvaluationError, match="not empty"):
         measure(mapper, model, model, text, config, work=tmp_path / "other")
+
+
+def test_one_call_measures_judges_stores_and_reports(folder, tmp_path):
+    model, text = folder / "model", folder / "text.txt"
+    path = identity(model).save(tmp_path / "mapper")
+    config = replace(SMALL, needle_lengths=(), speed_lengths=(16,))
+    found = evaluate_mapper(path, model, model, text, config, store=True, out=tmp_path / "out")
+    assert found.stored and [f.name for f in found.files][-1] == "eval.json"
+    assert json.loads(found.files[-1].read_text()) == found.results
+    assert "map_cold_seconds" in found.results["speed"][0]
+    assert Mapper.load(path).quality.verdict == found.verdict.level
+    only = evaluate_mapper(identity(model), model, model, [text], config)
+    assert only.files == () and not only.stored
+    assert only.results["arms"] == found.results["arms"]
+    with pytest.raises(ArgumentError, match="path"):
+        evaluate_mapper(identity(model), model, model, text, config, store=True)
 
 
 @pytest.mark.parametrize(

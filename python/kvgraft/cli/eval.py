@@ -140,48 +140,39 @@ def config_of(args: argparse.Namespace) -> EvalConfig:
 def run(args: argparse.Namespace) -> int:
     """Measure, judge, write, print."""
     from kvgraft.cli.interrupt import terminate_as_interrupt
-    from kvgraft.evaluate import output as outcome
-    from kvgraft.evaluate.run import measure
-    from kvgraft.evaluate.summary import summarise, verdict_of
-    from kvgraft.mapper.mapper import Mapper
+    from kvgraft.evaluate.output import default_folder, is_writable_artifact
+    from kvgraft.evaluate.run import evaluate_mapper
     from kvgraft.progress import bar
 
-    config = config_of(args)
     path = Path(args.mapper)
-    mapper = Mapper.load(path)
-    stored = not args.no_write and outcome.is_writable_artifact(path)
-    out = Path(args.out) if args.out else outcome.default_folder(path, stored)
+    stored = not args.no_write and is_writable_artifact(path)
     with terminate_as_interrupt(), bar("evaluating", "step") as progress:
-        measured = measure(
-            mapper,
+        found = evaluate_mapper(
+            path,
             args.source,
             args.target,
             args.text,
-            config,
-            path=path,
+            config_of(args),
+            store=stored,
+            out=args.out or default_folder(path, stored),
             calibration=args.calibration,
             chat=args.chat,
             work=args.work,
             progress=progress,
         )
-    results = summarise(mapper, measured)
-    if stored:
-        outcome.store(mapper, path, results)
-    elif not args.no_write:
+    if not stored and not args.no_write:
         print(
             f"kvgraft: {path} is not in kvgraft's format, so the verdict is only in the report. "
             "`kvgraft convert` makes it one.",
             file=sys.stderr,
         )
-    files = outcome.write_results(out, results)
-    _print(results)
-    print(f"\nreport   {files[0]}")
-    print(f"         {files[1].name} and {files[2].name} beside it")
+    _print(found.results)
+    print(f"\nreport   {found.files[0]}")
+    print(f"         {found.files[1].name} and {found.files[2].name} beside it")
     if stored:
         print(f"stored   verdict and policy in {path}")
-    verdict = verdict_of(results)
     wanted = {"warning": "ship with warning", "ship": "ship", None: None}[args.fail_below]
-    return BELOW if wanted is not None and verdict.below(wanted) else 0
+    return BELOW if wanted is not None and found.verdict.below(wanted) else 0
 
 
 def _print(results: dict[str, Any]) -> None:

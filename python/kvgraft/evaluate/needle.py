@@ -20,7 +20,10 @@ import mlx.core as mx
 from kvgraft.errors import EvaluationError
 from kvgraft.option_names import named
 
-__all__ = ["DISTRACTORS", "NeedleTask", "answer", "is_right", "make_tasks"]
+__all__ = ["DISTRACTORS", "SWITCHES", "NeedleTask", "answer", "is_right", "make_tasks"]
+
+SWITCHES = ("before the answer", "mid-context")
+"""Where the target takes over from the source."""
 
 DISTRACTORS = 4
 """Look-alikes per task."""

@@ -17,8 +17,8 @@ import numpy as np
 from kvgraft.evaluate import arms
 from kvgraft.evaluate import timing as speed
 from kvgraft.evaluate.metrics import Interval, Variance, bootstrap, distance_bins
+from kvgraft.evaluate.needle import SWITCHES
 from kvgraft.evaluate.results import DocumentResult, Measurements, NeedleResult
-from kvgraft.evaluate.run import SWITCHES
 from kvgraft.evaluate.verdict import Facts, Verdict, judge
 from kvgraft.mapper.config import plain
 from kvgraft.mapper.mapper import Mapper
