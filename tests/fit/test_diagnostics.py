@@ -46,7 +46,7 @@ def test_next_to_nothing_explained(mapper):
         m.scores["r2_values"] = 0.02
     (what, advice) = doubts(mapper)
     assert "nothing of the target's values" in what and "R2 0.020" in what
-    assert "more text or a smaller k or plan='local'" in advice and "re-prefill" in advice
+    assert "more text or a smaller k or head_mapping='local'" in advice and "re-prefill" in advice
     mapper.layers[0].scores["r2_keys"] = float("nan")
     assert len(doubts(mapper)) == 3
 

@@ -254,7 +254,7 @@ def _leaves(pair):
 
 def test_hopeless_limits_are_refused_before_work(folder, pair, monkeypatch):
     monkeypatch.setattr(pipeline_module, "capture", None)  # would raise a TypeError
-    with pytest.raises(FitError, match="memory_limit of .* is not enough.*plan='local'"):
+    with pytest.raises(FitError, match="memory_limit of .* is not enough.*head_mapping='local'"):
         fit_mapper(*pair, folder / "text.txt", replace(CONFIG, memory_limit=10_000_000))
 
 
@@ -462,7 +462,7 @@ def test_a_folder_of_another_fit_is_refused(folder, pair, tmp_path, monkeypatch)
             fit_mapper(*pair, folder / "text.txt", CONFIG, work=work)
     with pytest.raises(FitError, match="what differs: stride, text"):
         fit_mapper(*pair, folder / "text.txt", replace(CONFIG, sequences=9, stride=2), work=work)
-    with pytest.raises(FitError, match=r"what is gathered \(plan, memory_limit\)"):
+    with pytest.raises(FitError, match=r"what is gathered \(head_mapping, memory_limit\)"):
         fit_mapper(*pair, folder / "text.txt", replace(CONFIG, head_mapping="local"), work=work)
     # k, λ and the plan's weights are not part of the moments and may change.
     fit_mapper(*pair, folder / "text.txt", replace(CONFIG, k=1, ridge_lambda=3.0), work=work)
@@ -486,7 +486,7 @@ def test_mapper_and_state_need_folders_of_their_own(folder, pair, tmp_path, out,
 
 def test_what_cannot_be_quantised_is_refused_before_any_text_is_read(folder, pair, tmp_path):
     config = replace(CONFIG, weight_format="4bit", head_mapping="full", k=1, group_size=128)
-    with pytest.raises(FitError, match="groups 128 inputs.* or give weights='float16'"):
+    with pytest.raises(FitError, match="groups 128 inputs.* or give weight_format='float16'"):
         fit_mapper(*pair, folder / "text.txt", config, work=tmp_path / "work")
     assert not (tmp_path / "work").exists()
 
