@@ -17,13 +17,21 @@ from kvgraft.cache.build import (
     required_positions,
 )
 from kvgraft.cache.length import n_tokens, quantization, size_limit, trim
-from kvgraft.cache.provenance import Provenance, is_mapped, mark, provenance_of
+from kvgraft.cache.provenance import (
+    MappedRange,
+    Provenance,
+    is_mapped,
+    mapped_ranges,
+    mark,
+    provenance_of,
+)
 from kvgraft.cache.read import read_cache
 from kvgraft.cache.snapshot import CacheSnapshot, QuantizedRows, SizeLimit
 
 __all__ = [
     "SizeLimit",
     "CacheSnapshot",
+    "MappedRange",
     "Provenance",
     "QuantizedRows",
     "build_cache",
@@ -31,6 +39,7 @@ __all__ = [
     "check_quantizable",
     "is_mapped",
     "compact",
+    "mapped_ranges",
     "mark",
     "n_tokens",
     "required_positions",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvgraft.cache.provenance import cut_mark
 from kvgraft.cache.read import advice, read_offset
 from kvgraft.errors import UnsupportedCacheError
 
@@ -64,6 +65,8 @@ def trim(cache: Sequence[Any], length: int) -> bool:
         return False
     for entry, surplus in longer:
         entry.trim(surplus)
+    if longer:
+        cut_mark(cache, length)
     return True
 
 

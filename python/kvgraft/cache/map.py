@@ -115,7 +115,7 @@ def map_cache(
     return caches.build_cache(
         geometry,
         layers(),
-        provenance=_provenance(mapper, start, stop, before),
+        provenance=_provenance(mapper, start, stop, before, caches.provenance_of(head or ())),
         held=[plan.wanted[i] for i in range(len(geometry.layers))],
         size_limit=plan.size_limit,
         kv_bits=kv_bits,
@@ -206,7 +206,11 @@ def _behind(
 
 
 def _provenance(
-    mapper: Mapper, start: int, stop: int, before: caches.Provenance | None
+    mapper: Mapper,
+    start: int,
+    stop: int,
+    before: caches.Provenance | None,
+    native_start: caches.Provenance | None,
 ) -> caches.Provenance:
     source, target = mapper.source_model, mapper.target_model
     return caches.Provenance(
@@ -216,4 +220,5 @@ def _provenance(
         n_tokens=stop - start,
         start=start,
         before=before,
+        native_start=None if native_start is None else native_start.first(start),
     )

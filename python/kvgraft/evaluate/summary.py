@@ -131,7 +131,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "memory_gb": round(_memory() / 1e9, 1),
+        "memory_gb": round(env.machine_memory() / 1e9, 1),
         "device": facts["device"],
         "map_layer": facts["map_layer"][facts["device"]],
         "blas": None if library is None else Path(library).name,
@@ -163,10 +163,6 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # --------------------------------------------------------------------- arms

@@ -21,6 +21,7 @@ from kvgraft.handoff.switch import SwitchReport, switch
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.handle import ModelHandle, ModelSource
 from kvgraft.models.loading import ModelIdentity
+from kvgraft.ops.env import machine_memory
 
 __all__ = ["Session", "Turn"]
 
@@ -337,7 +338,7 @@ class Session:
         return self._wanted is not None
 
     def _observe(self, state: GenerationState) -> Observation:
-        limit = self._memory_limit.usable if self._memory_limit else _machine_bytes()
+        limit = self._memory_limit.usable if self._memory_limit else machine_memory()
         memory_limit = self._memory_limit or MemoryLimit(limit)
         used = memory_limit.observe()
         if used > 0.8 * limit:
@@ -465,7 +466,3 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
             break
         n += 1
     return n
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from kvgraft import _build_info, _ext
 
-__all__ = ["blas", "find_openblas", "format_report", "report"]
+__all__ = ["blas", "find_openblas", "format_report", "machine_memory", "report"]
 
 _OPENBLAS_PLACES = (
     "/usr/lib/*/openblas-pthread/libopenblas.so.0",
@@ -76,6 +76,11 @@ def find_openblas() -> str | None:
         if found:
             return found[0]
     return None
+
+
+def machine_memory() -> int:
+    """Bytes of physical memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def blas() -> dict[str, Any]:
