@@ -8,9 +8,12 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 from emulator import Library, air
+from emulator.toolchain import INSTALL_LLVM, LLVM
 from map_layer import DIRECTORY, SOURCE, run
 
 from kvgraft.ops.cases import F32, Case, build
+
+pytestmark = pytest.mark.tools(*LLVM, install=INSTALL_LLVM)
 
 GEMM = "steel_gemm_fused_nn_float32_float32_bm64_bn64_bk16_wm2_wn2"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import line_coverage
 import pytest
 from emulator import Library
+from emulator.toolchain import INSTALL_LLVM, LLVM
 from map_layer import DIRECTORY, FULL, SOURCE
 from mutations import MUTATIONS, ROWS, TILE, catch, mutate
 
@@ -35,6 +36,7 @@ def test_the_kernel_itself_is_not(kernel):
     assert catch(Library(SOURCE.read_text(), DIRECTORY, only=[kernel]), kernel) is None
 
 
+@pytest.mark.tools(*LLVM, install=INSTALL_LLVM)
 def test_every_line_runs():
     found = line_coverage.counts()
     assert len(found) > 300

@@ -12,18 +12,18 @@ import ctypes
 import hashlib
 import mmap
 import os
-import platform
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from emulator.toolchain import compiler, missing_tools
+
+__all__ = ["CACHE", "EmulatorError", "Library", "Result", "check_syntax", "missing_tools"]
+
 HERE = Path(__file__).parent
-CLANG = "clang++-19"
-TOOLS = (CLANG, "llvm-symbolizer-19", "llvm-profdata-19", "llvm-cov-19")
 CACHE = Path(
     os.environ.get("KVGRAFT_EMULATOR_CACHE", Path(tempfile.gettempdir()) / "kvgraft-emulator")
 )
@@ -61,14 +61,6 @@ class EmulatorError(Exception):
     """A source that does not compile, or a launch that broke a rule."""
 
 
-def missing_tools() -> list[str]:
-    """What the emulator needs and this machine lacks."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        missing.append("Linux on x86-64")
-    return missing
-
-
 @dataclass
 class Entry:
     """A kernel that can be launched."""
@@ -91,7 +83,7 @@ class Translation:
 def preprocess(source: str, include: Path) -> str:
     """The source with macros and includes worked in; line markers kept."""
     done = subprocess.run(
-        ["clang-19", "-x", "c++", "-E", "-nostdinc", "-undef", "-I", HERE / "stubs", "-I", include,
+        [*compiler(), "-x", "c++", "-E", "-nostdinc", "-undef", "-I", HERE / "stubs", "-I", include,
          "-D__METAL_VERSION__=310", "-D__METAL__", "-"],
         input=source, capture_output=True, text=True,
     )  # fmt: skip
@@ -263,7 +255,7 @@ def _runtime() -> ctypes.CDLL:
     if not out.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         part = out.with_suffix(f".{os.getpid()}")
-        _run([CLANG, "-std=c++17", "-O2", "-fPIC", "-march=x86-64-v3", "-shared",
+        _run(["g++", "-std=c++17", "-O2", "-fPIC", "-march=x86-64-v3", "-shared",
               HERE / "runtime.cpp", "-o", part])  # fmt: skip
         part.replace(out)
     return ctypes.CDLL(str(out), mode=ctypes.RTLD_GLOBAL)
@@ -309,10 +301,10 @@ class Library:
         if not self.path.exists():
             self.cpp.write_text(self.text)
             part = CACHE / f"{key}.{os.getpid()}"
-            _run([CLANG, *flags, "-I", HERE, "-c", self.cpp, "-o", f"{part}.o"])
-            extra = ["-fprofile-instr-generate"] if mode == "coverage" else []
-            _run([CLANG, "-shared", "--rtlib=compiler-rt", *extra, f"{part}.o",
-                  self._runtime._name, "-lm", "-o", part])  # fmt: skip
+            _run([*compiler(), *flags, "-I", HERE, "-c", self.cpp, "-o", f"{part}.o"])
+            # Only clang has the library that counts executed lines.
+            linker = ["g++"] if mode == "check" else ["clang++-19", "-fprofile-instr-generate"]
+            _run([*linker, "-shared", f"{part}.o", self._runtime._name, "-lm", "-o", part])
             Path(f"{part}.o").unlink()
             part.replace(self.path)
         self.library = ctypes.CDLL(str(self.path))
@@ -336,11 +328,11 @@ class Library:
         def place(m: re.Match[str]) -> str:
             address = int(m[1], 16) - self._image[0] - 1
             done = subprocess.run(
-                ["llvm-symbolizer-19", f"--obj={self.path}", "--functions=none", hex(address)],
+                ["addr2line", "-i", "-e", str(self.path), hex(address)],
                 capture_output=True, text=True,
             )  # fmt: skip
-            frames = [f.rsplit("/", 1)[-1] for f in done.stdout.split() if "shim.h" not in f]
-            return "at " + " <- ".join(f.rsplit(":", 1)[0] for f in frames)
+            frames = [f.split(" ")[0].rsplit("/", 1)[-1] for f in done.stdout.splitlines()]
+            return "at " + " <- ".join(f for f in frames if "shim.h" not in f)
 
         return re.sub(r"pc=(0x[0-9a-f]+)", place, report)
 
@@ -434,7 +426,7 @@ def check_syntax(source: str, include: Path) -> str:
         f.write('#include "shim.h"\n' + code.body + uses)
         f.flush()
         done = subprocess.run(
-            [CLANG, *_FLAGS, *_MODES["syntax"], "-isystem", str(HERE), f.name],
+            [*compiler(), *_FLAGS, *_MODES["syntax"], "-isystem", str(HERE), f.name],
             capture_output=True, text=True,
         )  # fmt: skip
     return done.stderr

@@ -20,7 +20,8 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from emulator import CACHE, CLANG, EmulatorError, Entry, Library, _run, _runtime
+from emulator import CACHE, EmulatorError, Entry, Library, _run, _runtime
+from emulator.toolchain import DISASSEMBLER
 
 # Members of ThreadContext: bytes into it, and the LLVM type there.
 _PLACES = {
@@ -180,7 +181,7 @@ class AirLibrary(Library):
     """
 
     def __init__(self, bitcode: bytes, name: str) -> None:
-        done = subprocess.run(["llvm-dis-19", "-o", "-"], input=bitcode, capture_output=True)
+        done = subprocess.run([DISASSEMBLER, "-o", "-"], input=bitcode, capture_output=True)
         if done.returncode:
             raise EmulatorError(done.stderr.decode())
         text = done.stdout.decode()
@@ -248,7 +249,7 @@ class AirLibrary(Library):
         if not self.path.exists():
             source, part = CACHE / f"air-{key}.ll", CACHE / f"air-{key}.{os.getpid()}"
             source.write_text(text)
-            _run([CLANG, "-O1", "-fPIC", "-march=x86-64-v3", "-ffp-contract=on", "-shared",
+            _run(["clang++-19", "-O1", "-fPIC", "-march=x86-64-v3", "-ffp-contract=on", "-shared",
                   "-Wno-override-module", source, self._runtime._name, "-lm",
                   "-Wl,--no-undefined", "-o", part])  # fmt: skip
             part.replace(self.path)

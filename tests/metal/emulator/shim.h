@@ -19,6 +19,15 @@ typedef unsigned long ulong;
 typedef _Float16 half;
 typedef __bf16 bfloat;
 
+// The compiler calls this to round to bfloat16. libgcc has it from 13 on only.
+extern "C" __attribute__((weak, visibility("hidden"), no_sanitize("thread", "undefined"), used))
+__bf16 __truncsfbf2(float x) {
+  unsigned bits = __builtin_bit_cast(unsigned, x);
+  if (x != x) bits |= 1u << 22;
+  else bits += 0x7fff + (bits >> 16 & 1);
+  return __builtin_bit_cast(__bf16, (unsigned short)(bits >> 16));
+}
+
 #define SHIM_VECTORS(T)                                     \
   typedef T T##2 __attribute__((ext_vector_type(2)));       \
   typedef T T##3 __attribute__((ext_vector_type(3)));       \

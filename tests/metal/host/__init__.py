@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from emulator import CACHE, CLANG, EmulatorError, _run
+from emulator import CACHE, EmulatorError, _run
 
 CSRC = Path(__file__).parents[3] / "csrc"
 BRIDGE = Path(__file__).with_name("bridge.cpp")
@@ -36,9 +36,9 @@ def library(text: str | None = None) -> ctypes.CDLL:
     if not path.exists():
         copy, part = CACHE / f"host-{key}.cpp", CACHE / f"host-{key}.{os.getpid()}"
         copy.write_text(source)
-        _run([CLANG, "-x", "c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra",
-              "-Werror", "-fsanitize=undefined", "-fsanitize-trap=undefined", "-I", CSRC, copy,
-              BRIDGE, "-lstdc++", "-o", part])  # fmt: skip
+        _run(["g++", "-x", "c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra",
+              "-Werror", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-I", CSRC,
+              copy, BRIDGE, "-o", part])  # fmt: skip
         part.replace(path)
     return ctypes.CDLL(str(path))
 
