@@ -32,8 +32,8 @@ from kvgraft.cache import n_tokens, trim
 from kvgraft.demo.data import bundled, documents, windows
 from kvgraft.fit import FitConfig, TextSource, fit_mapper
 from kvgraft.handoff import GenerationState, switch
-from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.save import save_mapper
 from kvgraft.models.forward import continuation_nll, prefill
 from kvgraft.models.handle import ModelHandle
 from kvgraft.models.loading import LoadedModel, load_model
@@ -105,7 +105,7 @@ def upward(source: LoadedModel, target: LoadedModel, folder: Path | None) -> Map
     text = [TextSource(bundled(f"text/calibration_{part}.txt")) for part in ("stories", "novels")]
     config = FitConfig(sequences=96, seq_len=256, stride=1, k=2)
     mapper = fit_mapper(source, target, text, config)
-    return mapper if folder is None else Mapper.load(artifact.save(mapper, folder))
+    return mapper if folder is None else Mapper.load(save_mapper(mapper, folder))
 
 
 def main() -> None:

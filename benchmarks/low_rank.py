@@ -23,7 +23,9 @@ from kvgraft.fit import FitConfig, MomentSet
 from kvgraft.fit.layer_ranking import allowed_sources
 from kvgraft.fit.moments import Columns
 from kvgraft.fit.solve import best_lambda, heldout_scores, mean_scores, store_weight
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.mapper import Mapper
 
 Float64 = NDArray[np.float64]
 

@@ -37,7 +37,9 @@ import numpy as np
 from kvgraft import _ext
 from kvgraft.errors import QualityWarning
 from kvgraft.mapper import transfer
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.mapper import Mapper, load_mapper
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.rope import RopeSpec
 from kvgraft.ops import env, reference
@@ -468,7 +470,7 @@ def section_memory(quick: bool) -> dict[str, Any]:
             work = make(SHAPES[name], layers=3, tokens=tokens)
             one_layer = work.weight_bytes
             with tempfile.TemporaryDirectory() as folder:
-                mapper = transfer.load_mapper(work.mapper.save(Path(folder) / "a"))
+                mapper = load_mapper(work.mapper.save(Path(folder) / "a"))
                 work.mapper.unload_all()
                 few = {s: (k[:, :8], v[:, :8]) for s, (k, v) in work.cache.items()}
                 transfer.transfer_cache(few, mapper)

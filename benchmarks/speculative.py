@@ -20,8 +20,8 @@ import mlx.core as mx
 
 from kvgraft.demo.data import bundled, documents, windows
 from kvgraft.handoff.speculative import measure
-from kvgraft.mapper.artifact import check_pair
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.pair import check_pair
 from kvgraft.models.loading import load_model
 
 

@@ -33,7 +33,9 @@ from kvgraft import map_layer
 from kvgraft.cache import build_cache, read_cache
 from kvgraft.cache.map import map_cache
 from kvgraft.errors import CacheError, GeometryError, KvgraftError, UnsupportedCacheError
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.transfer import transfer_cache
 from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry

@@ -24,7 +24,9 @@ from kvgraft.cache import SizeLimit, build_cache, is_mapped, quantization, read_
 from kvgraft.cache.map import map_cache
 from kvgraft.cache.required_ranges import required_ranges
 from kvgraft.errors import CacheError, GeometryError, UnsupportedCacheError
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.probe import read_geometry
 from kvgraft.models.rope import RopeSpec

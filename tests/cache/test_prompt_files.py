@@ -48,7 +48,8 @@ from kvgraft.errors import (
     UnsupportedCacheError,
 )
 from kvgraft.handoff.transfer_file import prompt_tokens, transfer_file
-from kvgraft.mapper.mapper import LayerMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.quality import Quality
 from kvgraft.models.forward import prefill
 from kvgraft.models.loading import load_model

@@ -18,9 +18,9 @@ from kvgraft.errors import ArgumentError, EvaluationError, PairMismatchError
 from kvgraft.evaluate import arms, stages
 from kvgraft.evaluate.run import evaluate_mapper, measure
 from kvgraft.evaluate.summary import summarise
-from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.quality import Quality
+from kvgraft.mapper.verify import verify_artifact
 from kvgraft.models.loading import load_model
 from kvgraft.models.probe import read_geometry
 
@@ -241,7 +241,7 @@ def evaluated(tmp_path_factory):
 
 def test_the_command_stores_verdict_policy_and_numbers(evaluated):
     path, status = evaluated
-    assert artifact.verify(path).ok
+    assert verify_artifact(path).ok
     quality = Mapper.load(path).quality.record
     results = json.loads((path / "eval" / "eval.json").read_text())
     assert (

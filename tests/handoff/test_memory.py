@@ -17,7 +17,8 @@ from kvgraft.errors import MemoryLimitError
 from kvgraft.handoff import MemoryLimit, plan_memory
 from kvgraft.handoff.memory import cache_bytes, mapper_bytes, token_bytes
 from kvgraft.handoff.policy import ModelOption, Observation, memory_policy
-from kvgraft.mapper import artifact
+from kvgraft.mapper.mapper import open_mapper
+from kvgraft.mapper.save import save_mapper
 from kvgraft.models.forward import prefill
 from kvgraft.models.handle import ModelHandle, model_bytes, stored_bytes
 from kvgraft.models.probe import read_geometry
@@ -55,7 +56,7 @@ def test_only_mapper_weights_in_memory_count(tmp_path):
     mapper = mappers.mapper()
     parts = [p for m in mapper.layers for p in (m.keys, m.values)]
     assert mapper_bytes(mapper) == sum(p.weight.nbytes + p.bias.nbytes for p in parts)
-    loaded = artifact.load(artifact.save(mapper, tmp_path / "m"))
+    loaded = open_mapper(save_mapper(mapper, tmp_path / "m"))
     assert mapper_bytes(loaded) == 0
     loaded.load_layer(0)
     assert 0 < mapper_bytes(loaded) < mapper_bytes(mapper)

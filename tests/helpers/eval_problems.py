@@ -8,7 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from kvgraft.evaluate.results import EvalConfig
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.loading import load_model
 from kvgraft.models.probe import read_geometry
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.probe import read_geometry
 
 

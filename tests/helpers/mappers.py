@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.loading import ModelIdentity
 from kvgraft.models.rope import NO_ROPE, RopeSpec

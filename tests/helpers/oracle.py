@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvgraft.mapper.mapper import LinearMap, Mapper
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.rope import RopeSpec, RopeTable
 from kvgraft.ops.quantized import dequantize
 

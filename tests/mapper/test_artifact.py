@@ -41,10 +41,12 @@ from kvgraft.errors import (
 )
 from kvgraft.files import atomic
 from kvgraft.files.safetensors import Writer
-from kvgraft.mapper import artifact
-from kvgraft.mapper.artifact import check_pair, load, save, verify
-from kvgraft.mapper.mapper import LinearMap, Mapper, Storage
+from kvgraft.mapper.config import from_config
+from kvgraft.mapper.linear_map import LinearMap, Storage
+from kvgraft.mapper.mapper import Mapper, open_mapper
+from kvgraft.mapper.pair import check_pair
 from kvgraft.mapper.quality import Quality
+from kvgraft.mapper.verify import verify_artifact
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import ModelIdentity
 from kvgraft.models.rope import RopeSpec
@@ -131,7 +133,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path, mapper, form):
         assert os.listdir(tmp_path) == ["a.safetensors"]
     else:
         assert os.listdir(tmp_path) == ["a"]
-        assert verify(path).ok
+        assert verify_artifact(path).ok
         shards = [n for n in os.listdir(path) if n.endswith(".safetensors")]
         assert (len(shards) > 1) == (form == "sharded")
 
@@ -385,7 +387,7 @@ def test_the_documents_example_satisfies_the_schema_and_opens():
     text = (DOCS / "artifact.md").read_text()
     example = json.loads(re.findall(r"```json\n(.*?)```", text, re.S)[0])
     jsonschema.validate(example, SCHEMA)
-    mapper = artifact.from_config(example, "the example")
+    mapper = from_config(example, "the example", Mapper)
     assert mapper.layers[0].keys.storage == Storage("float16", 4, 32)
     assert mapper.source.layers[0].rope.freqs[-1] == math.inf
 
@@ -431,7 +433,7 @@ def test_what_the_schema_refuses_the_reader_refuses(tmp_path, name, edit):
     assert not jsonschema.Draft202012Validator(SCHEMA).is_valid(config)
     path.write_text(json.dumps(config))
     with pytest.raises(FormatError) as caught:
-        load(tmp_path / "a")
+        open_mapper(tmp_path / "a")
     assert "mapper_config.json" in str(caught.value)
 
 
@@ -453,7 +455,7 @@ def test_contradictions_and_versions(tmp_path, edit, message):
     path.write_text(json.dumps(config))
     kind = VersionError if "version" in message else FormatError
     with pytest.raises(kind, match=message):
-        load(tmp_path / "a")
+        open_mapper(tmp_path / "a")
 
 
 def test_unknown_entries_are_ignored(tmp_path):
@@ -465,7 +467,9 @@ def test_unknown_entries_are_ignored(tmp_path):
     mx.save_safetensors(
         str(tmp_path / "b.safetensors"), arrays, {**metadata, "config": json.dumps(config)}
     )
-    assert_same_mapper(load(tmp_path / "a.safetensors"), load(tmp_path / "b.safetensors"))
+    assert_same_mapper(
+        open_mapper(tmp_path / "a.safetensors"), open_mapper(tmp_path / "b.safetensors")
+    )
 
 
 # --------------------------------------------------------------------- damage
@@ -486,31 +490,31 @@ def parts(folder: Path) -> list[Path]:
 
 
 def test_nothing_there(tmp_path):
-    for call in (load, verify):
+    for call in (open_mapper, verify_artifact):
         with pytest.raises(MapperNotFoundError, match="no mapper at .* Give the folder"):
             call(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError):  # for callers that know only that one
-        load(tmp_path / "nothing")
+        open_mapper(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("name", ["mapper.safetensors", "mapper_config.json"])
 def test_a_missing_file(folder, name):
     (folder / name).unlink()
     with pytest.raises(FormatError, match=f"{name}.* again|{name} is missing"):
-        load(folder)
+        open_mapper(folder)
 
 
 def test_a_missing_part(sharded):
     parts(sharded)[1].unlink()
     with pytest.raises(MapperNotFoundError, match="mapper-00002-of-0000. is missing|is missing"):
-        load(sharded)
-    report = verify(sharded)
+        open_mapper(sharded)
+    report = verify_artifact(sharded)
     assert not report.ok and "missing" in {f.status for f in report.files}
 
 
 def test_a_part_alone_is_refused(sharded):
     with pytest.raises(FormatError, match="is part 1/.* Give the folder"):
-        load(parts(sharded)[0])
+        open_mapper(parts(sharded)[0])
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.5, -1])
@@ -522,18 +526,18 @@ def test_truncated_weights(folder, keep, with_index):
     if not with_index:
         (folder / "index.json").unlink()
     with pytest.raises(TruncatedFileError, match="mapper.safetensors"):
-        load(folder)
+        open_mapper(folder)
     with pytest.raises(TruncatedFileError, match="mapper.safetensors"):
-        load(path)
+        open_mapper(path)
 
 
 def test_trailing_bytes(folder):
     path = folder / "mapper.safetensors"
     path.write_bytes(path.read_bytes() + b"\0" * 10)
     with pytest.raises(ChecksumError, match="index.json says"):
-        load(folder)
+        open_mapper(folder)
     with pytest.raises(FormatError, match="10 bytes after its last tensor"):
-        load(path)
+        open_mapper(path)
 
 
 def test_one_altered_byte_is_found_by_verify(folder):
@@ -541,13 +545,13 @@ def test_one_altered_byte_is_found_by_verify(folder):
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)
-    assert load(folder).layers  # headers are intact
-    report = verify(folder)
+    assert open_mapper(folder).layers  # headers are intact
+    report = verify_artifact(folder)
     assert not report.ok
     assert {f.name: f.status for f in report.files}["mapper.safetensors"] == "altered"
     assert "NOT OK" in str(report) and "mapper.safetensors was altered" in str(report)
     with pytest.raises(ChecksumError, match="mapper.safetensors was altered"):
-        load(folder, verify=True)
+        open_mapper(folder, verify=True)
 
 
 def test_an_altered_index_is_found_by_verify(folder):
@@ -555,13 +559,13 @@ def test_an_altered_index_is_found_by_verify(folder):
     index = json.loads(path.read_text())
     index["files"]["mapper_config.json"]["sha256"] = "0" * 64
     path.write_text(json.dumps(index))
-    assert [type(e) for e in verify(folder).errors] == [ChecksumError]
+    assert [type(e) for e in verify_artifact(folder).errors] == [ChecksumError]
 
 
 def test_a_missing_index_is_an_error_of_verify_only(folder):
     (folder / "index.json").unlink()
-    load(folder)
-    report = verify(folder)
+    open_mapper(folder)
+    report = verify_artifact(folder)
     assert [type(e) for e in report.errors] == [MapperNotFoundError]
 
 
@@ -570,30 +574,30 @@ def test_weights_that_the_index_leaves_out(folder):
     index = json.loads(path.read_text())
     del index["files"]["mapper.safetensors"]
     path.write_text(json.dumps(index))
-    report = verify(folder)
+    report = verify_artifact(folder)
     assert not report.ok and "mapper.safetensors is not listed" in str(report)
 
 
 def test_an_edited_card_is_no_damage(folder):
     with open(folder / "README.md", "a") as file:
         file.write("license: mit\n")
-    report = load(folder, verify=True) and verify(folder)
+    report = open_mapper(folder, verify=True) and verify_artifact(folder)
     assert report.ok and "edited" in {f.status for f in report.files}
     (folder / "README.md").unlink()
-    assert load(folder).layers
+    assert open_mapper(folder).layers
 
 
 def test_verify_of_good_artifacts(folder, tmp_path):
-    report = verify(folder)
+    report = verify_artifact(folder)
     assert report.ok and report.kind == "folder"
     assert {f.status for f in report.files} == {"ok"} and len(report.files) == 3
     assert "OK" in str(report) and "org/large" in str(report) and "never evaluated" in str(report)
-    mapper = load(folder)
+    mapper = open_mapper(folder)
     mapper.quality = Quality.from_record({"verdict": "ship"})
     mapper.save(tmp_path / "a.safetensors")
-    report = verify(tmp_path / "a.safetensors")
+    report = verify_artifact(tmp_path / "a.safetensors")
     assert report.ok and "no checksum" in str(report) and "never evaluated" not in str(report)
-    assert load(folder, verify=True).layers
+    assert open_mapper(folder, verify=True).layers
 
 
 def test_parts_that_changed_names(sharded):
@@ -603,7 +607,7 @@ def test_parts_that_changed_names(sharded):
     two.rename(one)
     (sharded / "tmp").rename(two)
     with pytest.raises(FormatError, match="doesn't hold the tensors that .*index.json lists"):
-        load(sharded)
+        open_mapper(sharded)
 
 
 def test_a_part_of_another_mapper(sharded, tmp_path):
@@ -613,15 +617,15 @@ def test_a_part_of_another_mapper(sharded, tmp_path):
     (sharded / "index.json").unlink()
     shutil.copy(parts(tmp_path / "b")[1], parts(sharded)[1])
     with pytest.raises(FormatError, match="another configuration"):
-        load(sharded)
+        open_mapper(sharded)
 
 
 def test_the_weights_of_another_mapper_of_the_same_shape(folder, tmp_path):
     """Only the checksum can tell: the configurations are alike."""
     mappers.mapper(seed=5, dtype=mx.float16).save(tmp_path / "b")
     shutil.copy(tmp_path / "b/mapper.safetensors", folder)
-    assert load(folder).layers
-    assert [type(e) for e in verify(folder).errors] == [ChecksumError]
+    assert open_mapper(folder).layers
+    assert [type(e) for e in verify_artifact(folder).errors] == [ChecksumError]
 
 
 @pytest.mark.parametrize(
@@ -634,7 +638,7 @@ def test_part_names_that_lead_elsewhere(sharded, file):
     path.write_text(json.dumps(index))
     (sharded / "index.json").unlink()
     with pytest.raises(FormatError, match="no part of a mapper|weight_map that can be read"):
-        load(sharded)
+        open_mapper(sharded)
 
 
 def test_checksum_names_that_lead_elsewhere(folder):
@@ -643,7 +647,7 @@ def test_checksum_names_that_lead_elsewhere(folder):
     index["files"]["../../etc/passwd"] = {"size": 1, "sha256": ""}
     path.write_text(json.dumps(index))
     with pytest.raises(FormatError, match="no part of a mapper"):
-        load(folder)
+        open_mapper(folder)
 
 
 @pytest.mark.parametrize(
@@ -668,8 +672,8 @@ def test_checksum_names_that_lead_elsewhere(folder):
 def test_unreadable_json(folder, name, text):
     (folder / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(FormatError, match=name):
-        load(folder)
-    assert not verify(folder).ok
+        open_mapper(folder)
+    assert not verify_artifact(folder).ok
 
 
 def rewrite(path: Path, change: Callable[[dict[str, mx.array]], Any]) -> None:
@@ -701,7 +705,7 @@ def test_tensors_that_the_configuration_does_not_describe(folder, change, messag
     rewrite(path, change)
     (folder / "index.json").unlink()
     with pytest.raises(FormatError, match=message):
-        load(folder if whole else path)
+        open_mapper(folder if whole else path)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -711,13 +715,13 @@ def test_nan_in_the_weights(folder, value):
 
     rewrite(folder / "mapper.safetensors", poison)
     (folder / "index.json").unlink()
-    mapper = load(folder)
+    mapper = open_mapper(folder)
     mapper.load_layer(0)
     for read in (mapper.load_layer, mapper.read_layer):
         with pytest.raises(FormatError, match="'layers.1.values.weight' holds NaN or infinity"):
             read(1)
     assert not mapper.layers[1].is_loaded
-    report = verify(folder / "mapper.safetensors")
+    report = verify_artifact(folder / "mapper.safetensors")
     assert not report.ok and "NaN" in str(report)
 
 
@@ -751,7 +755,7 @@ def raw_header(path: Path, header: Any, data: bytes = b"") -> Path:
 )
 def test_headers_that_contradict_themselves(tmp_path, header, data, message):
     with pytest.raises(FormatError, match=message):
-        load(raw_header(tmp_path / "x.safetensors", header, data))
+        open_mapper(raw_header(tmp_path / "x.safetensors", header, data))
 
 
 def test_no_prefix_and_no_flipped_header_byte_escapes(tmp_path):
@@ -768,7 +772,7 @@ def test_no_prefix_and_no_flipped_header_byte_escapes(tmp_path):
         for size in sorted(map(int, sizes), reverse=True):
             file.truncate(size)
             with pytest.raises(TruncatedFileError):
-                load(path)
+                open_mapper(path)
         opened = 0
         for at in {*range(16), *map(int, rng.integers(header, size=250))}:
             flipped = bytearray(data)
@@ -777,13 +781,13 @@ def test_no_prefix_and_no_flipped_header_byte_escapes(tmp_path):
             file.write(flipped)
             file.flush()
             try:
-                load(path).read_layer(0)
+                open_mapper(path).read_layer(0)
                 opened += 1
             except KvgraftError:
                 pass
             # The folder has the configuration twice, and the copies disagree.
             try:
-                assert load(tmp_path / "a").source == mapper.source
+                assert open_mapper(tmp_path / "a").source == mapper.source
             except FormatError:
                 pass
     assert 0 < opened < 130
@@ -859,14 +863,14 @@ def test_foreign_things_are_named(tmp_path, name, make, message):
     path = tmp_path / name
     make(path)
     with pytest.raises(FormatError, match=message) as caught:
-        load(path)
+        open_mapper(path)
     assert str(path) in str(caught.value)
 
 
 def test_a_kvbridge_folder_is_named(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": "kvbridge", "schema_version": 1}')
     with pytest.raises(FormatError, match="it is a kvbridge artifact.*kvbridge.read"):
-        load(tmp_path)
+        open_mapper(tmp_path)
 
 
 # --------------------------------------------------- laziness, memory, changes
@@ -876,7 +880,7 @@ def test_loading_reads_headers_only(folder):
     path = folder / "mapper.safetensors"
     mx.clear_cache()
     before = mx.get_active_memory()
-    mapper = load(folder)
+    mapper = open_mapper(folder)
     assert mx.get_active_memory() == before
     # Weights that turn to zeros unseen would show that they had been read already.
     data = bytearray(path.read_bytes())
@@ -892,7 +896,7 @@ def test_loading_reads_headers_only(folder):
 def test_unloading_gives_the_memory_back(tmp_path):
     big = mappers.mapper(mappers.geometry(4, 4, 64), mappers.geometry(4, 4, 64), k=4)
     size = big.layers[0].keys.weight.nbytes
-    mapper = load(big.save(tmp_path / "a"))
+    mapper = open_mapper(big.save(tmp_path / "a"))
     del big
     before = mx.get_active_memory()
     for _ in range(3):
@@ -907,7 +911,7 @@ def test_saving_holds_one_layer_at_a_time(tmp_path):
     big = mappers.mapper(mappers.geometry(8, 4, 64), mappers.geometry(8, 4, 64), k=4)
     layer = 2 * big.layers[0].keys.weight.nbytes
     big.save(tmp_path / "a")
-    mapper = load(tmp_path / "a")
+    mapper = open_mapper(tmp_path / "a")
     del big
     before = mx.get_active_memory()
     for weights in (None, "float16", "4bit"):
@@ -919,16 +923,16 @@ def test_saving_holds_one_layer_at_a_time(tmp_path):
 
 
 def test_a_file_that_is_replaced_is_not_mixed_with_the_old_one(folder):
-    mapper = load(folder)
+    mapper = open_mapper(folder)
     mapper.load_layer(0)
     mappers.mapper(seed=3, dtype=mx.float16).save(folder)
     with pytest.raises(FormatError, match="changed since it was opened. Load the mapper again"):
         mapper.load_layer(1)
-    assert load(folder).load_layer(1).is_loaded
+    assert open_mapper(folder).load_layer(1).is_loaded
 
 
 def test_a_file_that_goes_away(folder):
-    mapper = load(folder)
+    mapper = open_mapper(folder)
     shutil.rmtree(folder)
     with pytest.raises(MapperNotFoundError, match="is gone since it was opened"):
         mapper.load_layer(1)
@@ -937,7 +941,7 @@ def test_a_file_that_goes_away(folder):
 def test_a_file_that_shrinks_while_it_is_read(folder, monkeypatch):
     from kvgraft.files import safetensors as module
 
-    mapper = load(folder)
+    mapper = open_mapper(folder)
     path = folder / "mapper.safetensors"
     monkeypatch.setattr(module, "_stamp", lambda stat: module_stamp)
     module_stamp = mapper.store._found["layers.0.keys.weight"].stamp
@@ -949,7 +953,7 @@ def test_a_file_that_shrinks_while_it_is_read(folder, monkeypatch):
 def test_threads_read_one_mapper(tmp_path):
     mapper = mappers.mapper(mappers.geometry(8), mappers.geometry(8))
     want = weights_of(mapper)
-    loaded = load(mapper.save(tmp_path / "a"))
+    loaded = open_mapper(mapper.save(tmp_path / "a"))
     wrong: list[Any] = []
 
     def work() -> None:
@@ -975,7 +979,7 @@ def test_threads_read_one_mapper(tmp_path):
 
 
 def test_saving_over_its_own_file(folder):
-    mapper = load(folder)
+    mapper = open_mapper(folder)
     mapper.load_layer(1)
     before = weights_of(mapper)
     mapper.save(folder, weights="8bit", group_size=32)
@@ -989,11 +993,11 @@ def test_saving_over_its_own_file(folder):
 
 
 def test_saving_over_its_own_single_file(tmp_path):
-    mapper = load(mappers.mapper().save(tmp_path / "a.safetensors"))
+    mapper = open_mapper(mappers.mapper().save(tmp_path / "a.safetensors"))
     mapper.quality = Quality.from_record({"verdict": "ship"})
     mapper.save(tmp_path / "a.safetensors")
     assert mapper.read_layer(2).is_loaded
-    assert load(tmp_path / "a.safetensors").quality.record == {"verdict": "ship"}
+    assert open_mapper(tmp_path / "a.safetensors").quality.record == {"verdict": "ship"}
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
@@ -1005,7 +1009,7 @@ def test_what_the_user_kept_in_the_folder_stays(folder):
     assert (folder / ".git/HEAD").read_text() == "ref"
     assert (folder / "report.html").exists()
     assert not (folder / "mapper.safetensors").exists()  # the old form is gone
-    assert verify(folder).ok
+    assert verify_artifact(folder).ok
     assert os.listdir(folder.parent) == ["a"]
 
 
@@ -1057,7 +1061,7 @@ def test_a_folder_that_cant_be_flushed_after_the_swap_is_in_place(tmp_path, monk
     monkeypatch.setattr(atomic, "_sync", failing(atomic._sync, 1, error))
     mapper = mappers.mapper()
     mapper.save(tmp_path / "a")
-    assert_same_mapper(load(tmp_path / "a"), mapper)
+    assert_same_mapper(open_mapper(tmp_path / "a"), mapper)
 
 
 def test_failing_to_move_the_users_files_restores_all(folder, monkeypatch):
@@ -1079,16 +1083,18 @@ def test_parents_are_made_and_an_empty_folder_is_filled(tmp_path):
     (tmp_path / "x/y").mkdir(parents=True)
     mappers.mapper().save(tmp_path / "x/y")
     mappers.mapper().save(tmp_path / "p/q/r.safetensors")
-    assert verify(tmp_path / "x/y").ok and verify(tmp_path / "p/q/r.safetensors").ok
+    assert (
+        verify_artifact(tmp_path / "x/y").ok and verify_artifact(tmp_path / "p/q/r.safetensors").ok
+    )
 
 
 def test_a_link_to_a_folder_stays_a_link(folder):
     link = folder.parent / "link"
     link.symlink_to(folder)
-    mapper = load(link)
+    mapper = open_mapper(link)
     mapper.fit["rows"] = 7
     mapper.save(link)
-    assert link.is_symlink() and load(folder).fit["rows"] == 7
+    assert link.is_symlink() and open_mapper(folder).fit["rows"] == 7
     assert mapper.read_layer(0).is_loaded
 
 
@@ -1099,10 +1105,10 @@ def test_files_that_are_links_into_a_download_cache(folder):
     for file in list(folder.iterdir()):
         file.rename(blobs / file.name)
         file.symlink_to(blobs / file.name)
-    mapper = load(folder)
-    assert verify(folder).ok and mapper.read_layer(0).is_loaded
+    mapper = open_mapper(folder)
+    assert verify_artifact(folder).ok and mapper.read_layer(0).is_loaded
     mapper.save(folder)
-    assert mapper.read_layer(0).is_loaded and verify(folder).ok
+    assert mapper.read_layer(0).is_loaded and verify_artifact(folder).ok
     assert (blobs / "mapper.safetensors").exists()
 
 
@@ -1162,9 +1168,9 @@ def test_a_save_that_fails_leaves_the_old_artifact(tmp_path, monkeypatch, form, 
                     assert str(path) in str(caught.value)
             assert (path.read_bytes() if form == "file" else tree(path)) == before, (name, after)
             assert os.listdir(tmp_path) == [path.name]
-    assert_same_mapper(load(path), old)
+    assert_same_mapper(open_mapper(path), old)
     new.save(path, **options)
-    assert_same_mapper(load(path), new)
+    assert_same_mapper(open_mapper(path), new)
 
 
 def test_a_first_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
@@ -1214,7 +1220,7 @@ else:
     done = subprocess.run(args, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Cannot write" in done.stdout
-    assert_same_mapper(load(tmp_path / "a"), old)
+    assert_same_mapper(open_mapper(tmp_path / "a"), old)
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -1240,7 +1246,7 @@ mappers.mapper(seed=2).save(sys.argv[1], progress=stop)
     ]
     assert subprocess.run(args).returncode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == 2  # the unfinished one is hidden beside it
-    assert_same_mapper(load(tmp_path / form), old)
+    assert_same_mapper(open_mapper(tmp_path / form), old)
     mappers.mapper(seed=3).save(tmp_path / form)
     assert os.listdir(tmp_path) == [form]  # and the next save clears it away
 
@@ -1256,7 +1262,7 @@ def test_a_save_in_progress_is_not_cleared_away(tmp_path):
 
     first = mappers.mapper(seed=1)
     first.save(tmp_path / "a", progress=meanwhile)
-    assert_same_mapper(load(tmp_path / "a"), first)
+    assert_same_mapper(open_mapper(tmp_path / "a"), first)
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -1280,7 +1286,7 @@ def test_without_an_atomic_exchange(folder, monkeypatch):
             new.save(folder)
     assert tree(folder) == before and os.listdir(folder.parent) == ["a"]
     new.save(folder)
-    assert_same_mapper(load(folder), new)
+    assert_same_mapper(open_mapper(folder), new)
     assert (folder / "notes").exists() and os.listdir(folder.parent) == ["a"]
 
 
@@ -1297,7 +1303,7 @@ def test_dying_between_the_two_renames_loses_nothing(folder):
     """On a file system without the exchange."""
     folder.rename(folder.parent / ".a.previous")
     with pytest.raises(MapperNotFoundError, match="interrupted .* Rename it back"):
-        load(folder)
+        open_mapper(folder)
 
 
 # ------------------------------------------------------------- the right pair
@@ -1380,4 +1386,4 @@ def test_many_differences_are_summed_up():
 
 def test_foreign_linear_maps_do_not_gain_a_file():
     part = LinearMap.of([0], mx.zeros((1, 2, 2)), mx.zeros((1, 2)))
-    assert part.on_disk is None and save is artifact.save
+    assert part.on_disk is None

@@ -38,8 +38,8 @@ from kvgraft.errors import (
     VersionError,
 )
 from kvgraft.mapper import kvbridge, veloxquant
-from kvgraft.mapper.artifact import load, verify
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper, open_mapper
+from kvgraft.mapper.verify import verify_artifact
 from kvgraft.models.geometry import LayerGeometry
 from kvgraft.models.rope import NO_ROPE, RopeSpec
 from kvgraft.ops.quantized import dequantize
@@ -182,7 +182,7 @@ def test_what_their_manifest_says(folder):
     assert mapper.source_model is None
     assert mapper.fit["lambda"] == 0.01 and mapper.fit["lambda_convention"] == "gram"
     assert not any(m.is_loaded for m in mapper.layers)
-    report = verify(folder)
+    report = verify_artifact(folder)
     assert report.ok and report.kind == "veloxquant" and "no checksum" in str(report)
 
 
@@ -251,7 +251,7 @@ def test_they_read_what_we_export(tmp_path, dtype, offset):
 )
 def test_they_read_what_we_expand(tmp_path, options, limit):
     mapper = ours_like_theirs(**options)
-    veloxquant.export(mapper, tmp_path / "vq")
+    veloxquant.export_veloxquant(mapper, tmp_path / "vq")
     theirs = vq.load_mapper(tmp_path / "vq")
     assert theirs.load_layer(0).w_k.shape == (H, 3 * H * D, D)
     ours = kvgraft.transfer_cache(SOURCE_KV, mapper)
@@ -263,17 +263,17 @@ def test_they_read_what_we_expand(tmp_path, options, limit):
 
 @pytest.mark.parametrize("weights", ["float32", "float16", "bfloat16"])
 def test_weights_of_an_export(tmp_path, weights):
-    veloxquant.export(ours_like_theirs(), tmp_path / "vq", weights=weights)
+    veloxquant.export_veloxquant(ours_like_theirs(), tmp_path / "vq", weights=weights)
     theirs = vq.load_mapper(tmp_path / "vq")
     assert theirs.load_layer(1).w_v.dtype == getattr(mx, weights)
     assert theirs.config.dtype == weights
     with pytest.raises(GeometryError, match="exported as float32, float16, bfloat16; not 4bit"):
-        veloxquant.export(ours_like_theirs(), tmp_path / "vq", weights="4bit")
+        veloxquant.export_veloxquant(ours_like_theirs(), tmp_path / "vq", weights="4bit")
 
 
 def test_there_and_back(folder, tmp_path):
     """Reading theirs and exporting it gives theirs again."""
-    veloxquant.export(kvgraft.load_mapper(folder), tmp_path / "b")
+    veloxquant.export_veloxquant(kvgraft.load_mapper(folder), tmp_path / "b")
     for name in ("source", "target", "config", "layers", "format_version"):
         a, b = (
             json.loads((d / "manifest.json").read_text())[name] for d in (folder, tmp_path / "b")
@@ -292,7 +292,7 @@ def test_an_export_claims_no_fit_that_never_was(tmp_path):
         ({"lambda": 1e-3, "lambda_convention": "covariance"}, 0.0),
     ):
         mapper.fit = info
-        veloxquant.export(mapper, tmp_path / "vq")
+        veloxquant.export_veloxquant(mapper, tmp_path / "vq")
         config = vq.load_mapper(tmp_path / "vq").config
         assert config.ridge_lambda == want
         assert (config.n_calib_sequences, config.calib_seq_len, config.stride) == (0, 0, 0)
@@ -344,21 +344,21 @@ G = mappers.geometry
 )  # fmt: skip
 def test_what_their_format_cant_say_is_refused(tmp_path, mapper, message):
     with pytest.raises(GeometryError, match=message):
-        veloxquant.export(mapper, tmp_path / "vq")
+        veloxquant.export_veloxquant(mapper, tmp_path / "vq")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_export_overwrites_only_their_artifacts(folder, tmp_path):
     mapper = ours_like_theirs()
     (folder / "notes").write_text("kept")
-    veloxquant.export(mapper, folder)
+    veloxquant.export_veloxquant(mapper, folder)
     assert (folder / "notes").read_text() == "kept"
     assert len(kvgraft.load_mapper(folder).layers) == 4
     (tmp_path / "other").mkdir()
     (tmp_path / "other/manifest.json").write_text("{}")
     for there in (tmp_path / "other", mapper.save(tmp_path / "ours")):
         with pytest.raises(FormatError, match="exists and is not overwritten"):
-            veloxquant.export(mapper, there)
+            veloxquant.export_veloxquant(mapper, there)
     with pytest.raises(FormatError, match="exists and is not overwritten"):
         mapper.save(folder)
 
@@ -368,7 +368,7 @@ def test_an_export_that_fails_leaves_the_old_one(folder, monkeypatch):
     mapper = ours_like_theirs()
     mapper.layers[3].values.weight[0, 0, 0] = float("nan")
     with pytest.raises(GeometryError, match="layer 3, values: .* NaN"):
-        veloxquant.export(mapper, folder)
+        veloxquant.export_veloxquant(mapper, folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
@@ -401,8 +401,8 @@ def test_manifests_that_dont_fit(folder, edit, kind, message):
     edit(manifest)
     path.write_text(json.dumps(manifest))
     with pytest.raises(kind, match=message):
-        load(folder)
-    assert not verify(folder).ok
+        open_mapper(folder)
+    assert not verify_artifact(folder).ok
 
 
 def test_files_of_theirs_that_are_damaged(folder):
@@ -410,16 +410,16 @@ def test_files_of_theirs_that_are_damaged(folder):
     data = weights.read_bytes()
     weights.write_bytes(data[:-1])
     with pytest.raises(TruncatedFileError):
-        load(folder)
+        open_mapper(folder)
     weights.unlink()
     with pytest.raises(MapperNotFoundError, match="mapper.safetensors"):
-        load(folder)
+        open_mapper(folder)
     weights.write_bytes(data)
     (folder / "manifest.json").write_text("{")
     with pytest.raises(FormatError, match="manifest.json is not valid JSON"):
-        load(folder)
+        open_mapper(folder)
     with pytest.raises(FormatError, match="VeloxQuant mapper; give the folder"):
-        load(weights)
+        open_mapper(weights)
 
 
 def test_their_weights_with_other_dtypes_or_missing(folder):
@@ -430,11 +430,11 @@ def test_their_weights_with_other_dtypes_or_missing(folder):
     arrays["1.w_k"] = whole.astype(mx.int32)
     mx.save_safetensors(str(path), arrays)
     with pytest.raises(FormatError, match="'1.w_k' has dtype I32"):
-        load(folder)
+        open_mapper(folder)
     del arrays["1.w_k"]
     mx.save_safetensors(str(path), arrays)
     with pytest.raises(FormatError, match="no tensor '1.w_k'"):
-        load(folder)
+        open_mapper(folder)
 
 
 # ------------------------------------------------------------------- kvbridge

@@ -10,7 +10,8 @@ import mlx.core as mx
 import pytest
 
 from kvgraft.errors import GeometryError, MapperNotFoundError
-from kvgraft.mapper.mapper import CrossModelMapper, KVMapper, LayerMap, LinearMap, Mapper, Storage
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap, Storage
 from kvgraft.ops.quantized import dequantize, quantize
 
 GROUPS = [[0, 1], [2, 3]]
@@ -30,10 +31,6 @@ class CountingStore:
 
     def read_ahead(self, layer: LayerMap) -> None:
         pass
-
-
-def test_the_names_of_other_programs_are_the_same_class():
-    assert CrossModelMapper is Mapper and KVMapper is Mapper
 
 
 def test_a_linear_map_reads_its_shape_off_the_weights():

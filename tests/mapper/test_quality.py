@@ -11,7 +11,7 @@ import pytest
 import kvgraft
 from kvgraft.errors import FormatError, QualityWarning
 from kvgraft.mapper import quality as quality_module
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper, open_mapper
 from kvgraft.mapper.quality import DO_NOT_SHIP, SHIP, WARN, Quality
 
 
@@ -62,7 +62,7 @@ def test_a_malformed_record_is_refused(tmp_path, record):
     mapper.quality = Quality(record=record)  # as an edited file would hold it
     path = mapper.save(tmp_path / "a")
     assert json.loads((path / "mapper_config.json").read_text())["quality"] == record
-    for load in (Mapper.load, kvgraft.load_mapper):
+    for load in (Mapper.load, kvgraft.load_mapper, open_mapper):
         with pytest.raises(FormatError, match=r"mapper_config\.json: the (policy|verdict|reasons)"):
             load(path)
 
@@ -87,16 +87,21 @@ def saved(tmp_path, record, name="m"):
         ({"verdict": "of another version"}, "never evaluated"),
     ],
 )
-def test_opening_a_doubtful_mapper_warns_once(tmp_path, fresh, record, words):
+@pytest.mark.parametrize("load", [kvgraft.load_mapper, Mapper.load, kvgraft.KVMapper.load])
+def test_opening_a_doubtful_mapper_warns_once(tmp_path, fresh, record, words, load):
     path = saved(tmp_path, record)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_mapper(path)
     with pytest.warns(QualityWarning, match=words) as caught:
-        kvgraft.load_mapper(path)
+        load(path)
     assert caught[0].filename == __file__, "the warning points at the caller"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kvgraft.load_mapper(path)
+        Mapper.load(path)
     with pytest.warns(QualityWarning):
-        kvgraft.load_mapper(saved(tmp_path, record, "another"))
+        load(saved(tmp_path, record, "another"))
 
 
 def test_opening_a_good_mapper_is_quiet(tmp_path, fresh):

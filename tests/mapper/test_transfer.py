@@ -21,11 +21,11 @@ import pytest
 import kvgraft
 from kvgraft.errors import GeometryError
 from kvgraft.files.safetensors import read_header
+from kvgraft.mapper.mapper import load_mapper
 from kvgraft.mapper.transfer import (
     _make_table,
     apply,
     iter_transfer,
-    load_mapper,
     transfer_cache,
     transfer_layer,
 )
@@ -133,12 +133,6 @@ def test_layers_that_are_not_read_may_be_anything():
     assert 8 not in mapper.source_layers
     source_kv[8] = None
     assert mappers.same(transfer_cache(source_kv, mapper)[0][0], want[0][0])
-
-
-def test_the_package_offers_the_calls():
-    assert kvgraft.transfer_cache is transfer_cache
-    assert kvgraft.transfer_layer is transfer_layer
-    assert kvgraft.load_mapper is load_mapper
 
 
 # ------------------------------------------------------------------ molt's call

@@ -19,12 +19,11 @@ from kvgraft.errors import (
     KvgraftError,
     UnsupportedCacheError,
 )
-from kvgraft.mapper.artifact import check_pair
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper, load_mapper
+from kvgraft.mapper.pair import check_pair
 from kvgraft.mapper.transfer import (
     apply,
     iter_transfer,
-    load_mapper,
     transfer_cache,
     transfer_layer,
 )

@@ -35,9 +35,9 @@ from kvgraft.cli import main as cli
 from kvgraft.cli.main import main
 from kvgraft.demo.data import Conversation, bundled, documents
 from kvgraft.errors import FormatError, ServerError, TokenizerMismatchError
-from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.quality import Quality
+from kvgraft.mapper.save import save_mapper
 from kvgraft.models.forward import prefill
 from kvgraft.models.loading import LoadedModel, ModelIdentity, load_model
 from kvgraft.serve import MappingPromptCache, Route, RouteTable, Server, load_routes, make_provider
@@ -385,7 +385,7 @@ def altered(tmp_path: Path, **changes: Any) -> Path:
     for name, value in changes.items():
         setattr(mapper, name, value)
     path = tmp_path / "mapper"
-    artifact.save(mapper, path)
+    save_mapper(mapper, path)
     return path
 
 

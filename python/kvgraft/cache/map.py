@@ -12,8 +12,10 @@ from kvgraft import cache as caches
 from kvgraft.cache.required_ranges import required_ranges
 from kvgraft.cache.snapshot import LayerRows
 from kvgraft.errors import CacheError
-from kvgraft.mapper import artifact, transfer
-from kvgraft.mapper.mapper import Mapper, require_mapper
+from kvgraft.mapper import transfer
+from kvgraft.mapper.data import require_mapper
+from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.pair import check_pair
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.probe import read_geometry
 from kvgraft.models.token_ranges import TokenRanges
@@ -70,7 +72,7 @@ def map_cache(
     """
     require_mapper(mapper)
     geometry = read_geometry(target) if target_geometry is None else target_geometry
-    artifact.check_pair(mapper, target=geometry)
+    check_pair(mapper, target=geometry)
     snapshot = caches.read_cache(source_cache, mapper.source, row=row)
     before = caches.provenance_of(source_cache)
     stop = snapshot.offset if n_tokens is None else n_tokens

@@ -34,10 +34,12 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, convert, write."""
     from kvgraft.errors import FormatError
-    from kvgraft.mapper import artifact, veloxquant
+    from kvgraft.mapper import veloxquant
+    from kvgraft.mapper.mapper import open_mapper
     from kvgraft.mapper.quality import Quality
+    from kvgraft.mapper.save import save_mapper
 
-    mapper = artifact.load(args.mapper)
+    mapper = open_mapper(args.mapper)
     if Path(args.out).resolve() == Path(args.mapper).resolve():
         raise FormatError(
             f"{args.out} would replace the mapper that it is made from. Choose another."
@@ -49,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.weight_format in ("8bit", "4bit"):
             mapper.quality = Quality()  # the old one is that of other weights
-        out = artifact.save(mapper, args.out, weights=args.weight_format)
+        out = save_mapper(mapper, args.out, weights=args.weight_format)
     print(f"Wrote {out}")
     if args.to == "kvgraft" and args.weight_format in ("8bit", "4bit"):
-        for line in _loss(artifact.load(args.mapper), artifact.load(out), args.weight_format):
+        for line in _loss(open_mapper(args.mapper), open_mapper(out), args.weight_format):
             print(line)
     return 0
 

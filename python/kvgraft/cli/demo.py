@@ -11,7 +11,7 @@ from kvgraft.errors import FitError, KvgraftError
 if TYPE_CHECKING:
     from kvgraft.demo.run import Answer, Demo, Timing
     from kvgraft.evaluate.nll import ArmResult
-    from kvgraft.mapper.mapper import Mapper
+    from kvgraft.mapper.mapper import Mapper, open_mapper
     from kvgraft.models.loading import LoadedModel
 
 __all__ = ["add_parser"]
@@ -104,12 +104,11 @@ def _load_mapper(
     args: argparse.Namespace, own: bool, source: LoadedModel, target: LoadedModel
 ) -> Mapper:
     from kvgraft.demo.data import bundled
-    from kvgraft.mapper.artifact import check_pair
-    from kvgraft.mapper.mapper import Mapper
+    from kvgraft.mapper.pair import check_pair
 
     if own and args.mapper is None:
         return _quick_fit(source, target)
-    mapper = Mapper.load(args.mapper if own else bundled("mapper"))
+    mapper = open_mapper(args.mapper if own else bundled("mapper"))
     check_pair(mapper, source_model=source.identity(), target_model=target.identity())
     return mapper
 

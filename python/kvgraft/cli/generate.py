@@ -186,9 +186,9 @@ def _session(args: argparse.Namespace) -> Session:
 
 
 def _open(path: str) -> Any:
-    from kvgraft.mapper.mapper import Mapper
+    from kvgraft.mapper.mapper import open_mapper
 
-    return Mapper.load(path)
+    return open_mapper(path)
 
 
 def _check_top_k(top_k: int, folders: Sequence[Path]) -> None:

@@ -11,7 +11,7 @@ from kvgraft.cache.prompt_files import PromptFile, is_prompt_file, read_prompt_f
 from kvgraft.cache.snapshot import LayerRows
 from kvgraft.cli.pretty import outline
 from kvgraft.errors import CacheError, MapperNotFoundError
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper, open_mapper
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 
 __all__ = ["add_parser"]
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.path}: every cache passes the probe")
         _print_geometry(read_geometry(loaded.model), args.layers)
         return 0
-    mapper = Mapper.load(args.path)
+    mapper = open_mapper(args.path)
     print(mapper.describe())
     for title, geometry in (("source", mapper.source), ("target", mapper.target)):
         print(f"\n{title}")

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Map the file and say what to do with it."""
     from kvgraft.errors import CacheFileNotFoundError
     from kvgraft.handoff.transfer_file import transfer_file
-    from kvgraft.mapper.mapper import Mapper
+    from kvgraft.mapper.mapper import open_mapper
 
     prompt = None
     if args.prompt == "-":
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     done = transfer_file(
         args.source,
         args.out,
-        Mapper.load(args.mapper),
+        open_mapper(args.mapper),
         args.target,
         prompt=prompt,
         head=args.native_start,

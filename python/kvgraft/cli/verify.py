@@ -18,9 +18,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check every byte; print what was checked."""
-    from kvgraft.mapper import artifact
+    from kvgraft.mapper.verify import verify_artifact
 
-    report = artifact.verify(args.mapper)
+    report = verify_artifact(args.mapper)
     # All of it on one stream: it names the errors, and they are said once.
     print(report, file=sys.stdout if report.ok else sys.stderr)
     return 0 if report.ok else 1

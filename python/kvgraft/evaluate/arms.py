@@ -17,7 +17,8 @@ import mlx.core as mx
 
 from kvgraft import cache as caches
 from kvgraft.evaluate.checkpoint import SourceLayers
-from kvgraft.mapper.mapper import LayerMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.transfer import iter_transfer
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.ops.quantized import Weight, dequantize

@@ -22,8 +22,8 @@ from mlx_lm.evaluate import MLXLM
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.cache.map import map_cache
-from kvgraft.mapper import artifact
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper, open_mapper
+from kvgraft.mapper.pair import check_pair
 from kvgraft.models.forward import extend_cache, prefill
 from kvgraft.models.loading import LoadedModel, check_tokenizers, load_model
 from kvgraft.models.probe import read_geometry
@@ -71,9 +71,9 @@ class MappedLM(MLXLM):
             m if isinstance(m, LoadedModel) else load_model(m) for m in (source, target)
         )
         check_tokenizers(first.tokenizer, second.tokenizer)
-        self._mapper = mapper if isinstance(mapper, Mapper) else Mapper.load(mapper)
+        self._mapper = mapper if isinstance(mapper, Mapper) else open_mapper(mapper)
         self._geometry = read_geometry(second.model)
-        artifact.check_pair(
+        check_pair(
             self._mapper,
             source=read_geometry(first.model),
             target=self._geometry,

@@ -10,7 +10,7 @@ from kvgraft.evaluate.plots import draw_all
 from kvgraft.evaluate.report import build, to_html, to_markdown
 from kvgraft.evaluate.summary import stored_quality
 from kvgraft.files import atomic
-from kvgraft.mapper import artifact
+from kvgraft.mapper.layout import REPORT
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.quality import Quality
 
@@ -27,7 +27,7 @@ def is_writable_artifact(path: Path) -> bool:
 def default_folder(path: Path, inside: bool) -> Path:
     """Where results go: ``eval`` in the artifact's folder, or a folder beside it."""
     if inside and path.is_dir():
-        return path / artifact.REPORT
+        return path / REPORT
     return path.parent / f"{path.stem if path.is_file() else path.name}-eval"
 
 

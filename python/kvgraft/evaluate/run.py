@@ -25,9 +25,9 @@ from kvgraft.evaluate.results import EvalConfig, Measurements
 from kvgraft.evaluate.stages import Stages
 from kvgraft.evaluate.summary import summarise, verdict_of
 from kvgraft.evaluate.verdict import Verdict
-from kvgraft.mapper.artifact import check_pair
 from kvgraft.mapper.config import to_config
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper, open_mapper
+from kvgraft.mapper.pair import check_pair
 from kvgraft.models.handle import ModelHandle, choose_dtype
 from kvgraft.models.loading import LoadedModel, ModelIdentity, check_tokenizers
 from kvgraft.option_names import named
@@ -115,7 +115,7 @@ def evaluate_mapper(
     path = None if isinstance(mapper, Mapper) else Path(mapper)
     if store and path is None:
         raise ArgumentError("To store the verdict, give the path of the mapper's artifact.")
-    opened = mapper if isinstance(mapper, Mapper) else Mapper.load(mapper)
+    opened = mapper if isinstance(mapper, Mapper) else open_mapper(mapper)
     measured = measure(
         opened,
         source,

@@ -24,8 +24,8 @@ from kvgraft.evaluate.native_ends import choose_policy, search
 from kvgraft.evaluate.needle import SWITCHES, NeedleTask, answer, is_right
 from kvgraft.evaluate.results import DocumentResult, EvalConfig, NeedleResult
 from kvgraft.files import atomic
-from kvgraft.mapper.artifact import check_pair
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.pair import check_pair
 from kvgraft.models.attention_hook import AttentionCall, capture_attention
 from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import ModelGeometry

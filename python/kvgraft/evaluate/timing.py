@@ -14,7 +14,7 @@ import mlx.core as mx
 from kvgraft import cache as caches
 from kvgraft.evaluate.arms import timed_extend
 from kvgraft.evaluate.checkpoint import SourceLayers
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper, open_mapper
 from kvgraft.mapper.transfer import iter_transfer
 from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import ModelGeometry
@@ -82,7 +82,7 @@ def time_length(
         for _ in range(repeats):
             row["file_cache_dropped"] = forget_file_cache(artifact)
             start = time.perf_counter()
-            mapped(Mapper.load(artifact), True)
+            mapped(open_mapper(artifact), True)
             cold.append(time.perf_counter() - start)
         row["map_cold_seconds"] = statistics.median(cold)
     native = 0.0

@@ -34,8 +34,8 @@ from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper, storage
 from kvgraft.fit.time_estimate import FitTime, estimate_time, measure_blas
 from kvgraft.fit.token_weights import row_weights
 from kvgraft.fit.tune import KEPT_BYTES, tune
-from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.save import check_destination
 from kvgraft.models.attention_hook import can_capture
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import LoadedModel, ModelIdentity, check_tokenizers, load_model
@@ -243,7 +243,7 @@ def fit(
     """
     if work is not None:
         _check_apart(out, work)
-    artifact.check_destination(out)
+    check_destination(out)
 
     def save(mapper: Mapper) -> None:
         if group is None or group.rank() == 0:

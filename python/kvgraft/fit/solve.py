@@ -16,7 +16,9 @@ from kvgraft.fit.config import FitConfig
 from kvgraft.fit.layer_ranking import LayerScores, choose_layers, score_layers
 from kvgraft.fit.moments import KINDS, Moments, MomentSet
 from kvgraft.fit.ridge import Residuals, r_squared_by_head, residuals, solve_ridge
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.ops.quantized import Weight, dequantize, quantize
 from kvgraft.option_names import named

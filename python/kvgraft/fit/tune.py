@@ -27,7 +27,9 @@ from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.search import Documents
 from kvgraft.fit.solve import store_weight
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.transfer import iter_transfer
 from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import ModelGeometry

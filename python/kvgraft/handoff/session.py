@@ -18,7 +18,7 @@ from kvgraft.handoff.memory import MemoryLimit, cache_bytes, plan_memory, token_
 from kvgraft.handoff.policy import ModelOption, Observation, Policy
 from kvgraft.handoff.state import GenerationState, LogitsProcessor, Sampler, Span, cut
 from kvgraft.handoff.switch import SwitchReport, switch
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper, open_mapper
 from kvgraft.models.handle import ModelHandle, ModelSource
 from kvgraft.models.loading import ModelIdentity
 from kvgraft.ops.env import machine_memory
@@ -424,7 +424,7 @@ class Session:
         mapper = self._mappers.get(pair)
         if mapper is not None and not isinstance(mapper, Mapper):
             try:
-                mapper = self._mappers[pair] = Mapper.load(mapper)
+                mapper = self._mappers[pair] = open_mapper(mapper)
             except Exception as error:  # switch() will meet it again, and read instead
                 _log.debug("mapper %s: %s", mapper, error)
         return mapper

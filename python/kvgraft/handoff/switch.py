@@ -19,8 +19,8 @@ from kvgraft.cache.map import map_cache
 from kvgraft.errors import GeometryError, HandoffError, KvgraftError, MemoryLimitError
 from kvgraft.handoff.memory import MemoryLimit, MemoryPlan, cache_bytes, plan_memory
 from kvgraft.handoff.state import GenerationState, Span, cut, join, last_mapped_position, spans_of
-from kvgraft.mapper import artifact
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper, open_mapper
+from kvgraft.mapper.pair import check_pair
 from kvgraft.models.forward import extend_cache
 from kvgraft.models.handle import ModelHandle, ModelSource
 
@@ -239,7 +239,7 @@ class _Switch:
             raise _Refused("there is no mapper for this pair")
         if isinstance(self.mapper_source, Mapper):
             return self.mapper_source
-        return Mapper.load(self.mapper_source)
+        return open_mapper(self.mapper_source)
 
     def _check_before(self) -> None:
         assert self.mapper is not None
@@ -256,7 +256,7 @@ class _Switch:
         if quality.evaluated:
             self.report.warnings += quality.warnings()
         identity = state.handle.identity
-        self.report.warnings += artifact.check_pair(
+        self.report.warnings += check_pair(
             mapper,
             # A bare model has no identity, only what it computes.
             source=state.handle.geometry if identity is None and state.handle.is_loaded else None,
@@ -375,7 +375,7 @@ class _Switch:
             # Probing the target's geometry is part of it: not every model can be mapped to.
             self.report.warnings += [
                 line
-                for line in artifact.check_pair(
+                for line in check_pair(
                     self.mapper, target=self.handle.geometry, target_model=self.handle.identity
                 )
                 if line not in self.report.warnings

@@ -22,8 +22,8 @@ from kvgraft.cache.prompt_files import (
     write_prompt_file,
 )
 from kvgraft.errors import CacheError, FormatError, KvgraftError, PairMismatchError
-from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.pair import check_pair
 from kvgraft.models.forward import extend_cache, prefill
 from kvgraft.models.loading import identify, load_model, resolve_model
 from kvgraft.models.probe import read_geometry
@@ -127,7 +127,7 @@ def transfer_file(
     )
     notes += _check_source(given, mapper, loaded.tokenizer)
     geometry = read_geometry(loaded.model)
-    notes += artifact.check_pair(mapper, target=geometry, target_model=loaded.identity())
+    notes += check_pair(mapper, target=geometry, target_model=loaded.identity())
 
     tokens = given.tokens
     if prompt is not None:
@@ -280,7 +280,7 @@ def _check_source(given: PromptFile, mapper: Mapper, tokenizer: Any) -> list[str
         theirs = load_tokenizer(folder)
     except Exception as error:  # whatever transformers raises
         return [f"the tokenizer of {name} could not be read ({type(error).__name__})"]
-    artifact.check_pair(mapper, source_model=identify(folder, None, theirs, name=name))
+    check_pair(mapper, source_model=identify(folder, None, theirs, name=name))
     if _template(theirs) != _template(tokenizer):
         return [
             "the two models have different chat templates: the cached text is in the source's, "

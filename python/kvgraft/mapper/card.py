@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.data import MapperData
 
 __all__ = ["model_card"]
 
 
-def model_card(mapper: Mapper, nbytes: int) -> str:
+def model_card(mapper: MapperData, nbytes: int) -> str:
     """What the mapper is, how it was fitted, what was measured, how to use it.
 
     Args:
@@ -53,13 +53,14 @@ def model_card(mapper: Mapper, nbytes: int) -> str:
         "",
         "## Use",
         "",
+        "kvgraft is not on PyPI: run `pip install .` in a checkout of its repository. Then:",
+        "",
         "```shell",
-        "pip install kvgraft",
         "kvgraft verify THIS_FOLDER",
         "```",
         "",
         "```python",
-        "from kvgraft.mapper.transfer import load_mapper, transfer_cache",
+        "from kvgraft import load_mapper, transfer_cache",
         "",
         'mapper = load_mapper("THIS_FOLDER")',
         "# {layer: (keys, values)}, each [n_kv_heads, N, head_dim], keys as cached (post-RoPE)",
@@ -70,12 +71,12 @@ def model_card(mapper: Mapper, nbytes: int) -> str:
     return "\n".join(lines)
 
 
-def _models(mapper: Mapper) -> Iterator[tuple[Any, Any]]:
+def _models(mapper: MapperData) -> Iterator[tuple[Any, Any]]:
     yield mapper.source_model, mapper.source
     yield mapper.target_model, mapper.target
 
 
-def _front_matter(mapper: Mapper) -> list[str]:
+def _front_matter(mapper: MapperData) -> list[str]:
     lines = ["---", "library_name: mlx", "tags:", "- mlx", "- kvgraft", "- kv-cache"]
     # The hub rejects cards whose base models are local paths.
     hub = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
@@ -85,7 +86,7 @@ def _front_matter(mapper: Mapper) -> list[str]:
     return [*lines, "---", ""]
 
 
-def _geometry_rows(mapper: Mapper) -> list[str]:
+def _geometry_rows(mapper: MapperData) -> list[str]:
     sides = (mapper.source, mapper.target)
 
     def row(name: str, cells: list[str]) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 from kvgraft.errors import FormatError, GeometryError, VersionError
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper, Storage
+from kvgraft.mapper.data import MapperData
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap, Storage
 from kvgraft.mapper.quality import Quality
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import ModelIdentity
@@ -18,10 +20,12 @@ __all__ = ["FORMAT", "FORMAT_VERSION", "from_config", "plain", "to_config"]
 FORMAT = "kvgraft"
 FORMAT_VERSION = 1
 
+M = TypeVar("M", bound=MapperData)
+
 _FLOAT_NAMES = ("float32", "float16", "bfloat16")
 
 
-def to_config(mapper: Mapper, storage: Mapping[tuple[int, str], Storage]) -> dict[str, Any]:
+def to_config(mapper: MapperData, storage: Mapping[tuple[int, str], Storage]) -> dict[str, Any]:
     """The configuration of a mapper whose weights are stored in a given way.
 
     Args:
@@ -105,12 +109,13 @@ def plain(value: Any, where: str) -> Any:
     )
 
 
-def from_config(config: Any, where: str) -> Mapper:
+def from_config(config: Any, where: str, cls: type[M]) -> M:
     """The mapper that a configuration describes, without weights.
 
     Args:
         config: Parsed JSON.
         where: What to call it in messages.
+        cls: What to make.
 
     Raises:
         VersionError: If the format version isn't one this release reads.
@@ -127,7 +132,7 @@ def from_config(config: Any, where: str) -> Mapper:
             f"{advice}."
         )
     try:
-        mapper = Mapper(
+        mapper = cls(
             source=_geometry(config["source"]["geometry"]),
             target=_geometry(config["target"]["geometry"]),
             layers=[_layer(entry) for entry in config["layers"]],

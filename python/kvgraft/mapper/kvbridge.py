@@ -23,7 +23,9 @@ from kvgraft.errors import (
 )
 from kvgraft.files.recognise import manifest_kind
 from kvgraft.files.safetensors import read_header, read_json_file, sha256_of
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper, Storage
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap, Storage
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.weight_store import FILE_DTYPES, FileStore, check_tensors, expected_tensors
 from kvgraft.models.geometry import ModelGeometry
 

@@ -101,13 +101,14 @@ def _tokens(policy: Mapping[str, Any], name: str, default: int, where: str) -> i
 _warned: set[str] = set()
 
 
-def warn_if_doubtful(quality: Quality, name: str, key: str) -> None:
+def warn_if_doubtful(quality: Quality, name: str, key: str, *, stacklevel: int = 2) -> None:
     """Warn once per artifact if it was never evaluated, or is not recommended.
 
     Args:
         quality: ``Mapper.quality``.
         name: The mapper, for the message.
         key: What tells this artifact from others.
+        stacklevel: Whom the warning points at, as for :func:`warnings.warn`.
     """
     if quality.verdict == SHIP or key in _warned:
         return
@@ -119,4 +120,4 @@ def warn_if_doubtful(quality: Quality, name: str, key: str) -> None:
         )
     else:
         message = f"{name}: {quality.verdict}. {' '.join(quality.reasons)}".rstrip()
-    warnings.warn(message, QualityWarning, stacklevel=3)
+    warnings.warn(message, QualityWarning, stacklevel=stacklevel)

@@ -15,20 +15,27 @@ value as the largest value of a half-precision ``dtype``.
 from __future__ import annotations
 
 import operator
-import os
-import reprlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from kvgraft import _ext
-from kvgraft.errors import ArgumentError, CacheError, GeometryError, UnsupportedCacheError
-from kvgraft.mapper import artifact
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper, SourceKV, require_mapper
-from kvgraft.mapper.quality import warn_if_doubtful
+from kvgraft.errors import ArgumentError, CacheError, GeometryError
+from kvgraft.mapper.data import MapperData, SourceKV
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap
+from kvgraft.mapper.transfer_checks import (
+    LAST_POSITION,
+    Pairs,
+    check_arrays,
+    check_dtype,
+    check_kinds,
+    check_mapper,
+    check_reach,
+    check_sources,
+    refuse_nonfinite,
+    to_positions,
+)
 from kvgraft.models.rope import RopeSpec, RopeTable
 from kvgraft.models.token_ranges import TokenRanges
 from kvgraft.ops.fused import map_layer
@@ -36,29 +43,15 @@ from kvgraft.ops.fused import map_layer
 __all__ = [
     "apply",
     "iter_transfer",
-    "load_mapper",
     "transfer_cache",
     "transfer_layer",
 ]
 
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _TABLE_BLOCK = 1024  # positions
-_LAST_POSITION = 2**31 - 1
-
-
-def load_mapper(path: str | os.PathLike[str]) -> Mapper:
-    """Open an artifact; see :func:`kvgraft.mapper.artifact.load`.
-
-    Warns, once per artifact, with a :class:`kvgraft.errors.QualityWarning` if it
-    was never evaluated or its evaluation does not recommend it without reserve.
-    """
-    mapper = artifact.load(path)
-    warn_if_doubtful(mapper.quality, mapper.describe(), os.path.realpath(path))
-    return mapper
 
 
 def transfer_layer(
-    mapper: Mapper,
+    mapper: MapperData,
     target_layer: int,
     source_kv: SourceKV,
     positions: mx.array | Sequence[int] | None = None,
@@ -86,8 +79,8 @@ def transfer_layer(
         GeometryError: If layers are missing, or shapes, dtypes or positions
             don't fit the mapper.
     """
-    _check_kinds(mapper, source_kv)
-    _check_dtype(dtype)
+    check_kinds(mapper, source_kv)
+    check_dtype(dtype)
     m = mapper.layer(target_layer)
     frame = _frame(mapper, [m], source_kv, positions)
     return _map(
@@ -97,7 +90,7 @@ def transfer_layer(
 
 def transfer_cache(
     source_kv: SourceKV,
-    mapper: Mapper,
+    mapper: MapperData,
     positions: mx.array | Sequence[int] | None = None,
     unload_after: bool = True,
     *,
@@ -129,7 +122,7 @@ def transfer_cache(
             don't fit the mapper; before any work.
         CacheError: If NaN or infinity was looked for and found.
     """
-    _check_mapper(mapper)
+    check_mapper(mapper)
     if check_finite is None:
         check_finite = unload_after and mapper.store is not None
     mapped = iter_transfer(
@@ -140,7 +133,7 @@ def transfer_cache(
 
 def iter_transfer(
     source_kv: SourceKV,
-    mapper: Mapper,
+    mapper: MapperData,
     positions: mx.array | Sequence[int] | None = None,
     unload_after: bool = True,
     *,
@@ -178,8 +171,8 @@ def iter_transfer(
         CacheError: Before any work, if a source layer lacks tokens that are
             wanted; on the way, if ``check_finite`` finds NaN or infinity.
     """
-    _check_kinds(mapper, source_kv)
-    _check_dtype(dtype)
+    check_kinds(mapper, source_kv)
+    check_dtype(dtype)
     if consume and not isinstance(source_kv, MutableMapping):
         raise GeometryError("iter_transfer: consume needs a dict, to remove layers from.")
     frames: dict[int, _Frame]
@@ -194,7 +187,7 @@ def iter_transfer(
 
 
 def apply(
-    mapper: Mapper,
+    mapper: MapperData,
     src_pairs: Sequence[tuple[mx.array, mx.array]],
     offset: int = 0,
     *,
@@ -216,7 +209,7 @@ def apply(
             layers, the mapper leaves out target layers, or as for
             :func:`transfer_cache`.
     """
-    _check_mapper(mapper)
+    check_mapper(mapper)
     if isinstance(src_pairs, (str, bytes, Mapping)) or not isinstance(src_pairs, Sequence):
         raise ArgumentError(
             "apply takes a list of (keys, values), one pair per source layer, not a "
@@ -239,11 +232,11 @@ def apply(
         raise ArgumentError(f"The offset is a number of tokens, not {offset!r}.") from error
     if offset < 0:
         raise GeometryError(f"The offset must not be negative, got {offset}.")
-    if offset > _LAST_POSITION:
-        raise GeometryError(f"The offset must not be beyond {_LAST_POSITION:,}, got {offset}.")
+    if offset > LAST_POSITION:
+        raise GeometryError(f"The offset must not be beyond {LAST_POSITION:,}, got {offset}.")
     source_kv = dict(enumerate(src_pairs))
     for s in mapper.source_layers:
-        _check_pair(s, source_kv[s])
+        check_arrays(s, source_kv[s])
     shape = source_kv[mapper.source_layers[0]][0].shape
     n_tokens = int(shape[-2]) if len(shape) > 1 else 0
     positions = mx.arange(offset, offset + n_tokens, dtype=mx.int32)
@@ -309,12 +302,9 @@ def _make_table(spec: RopeSpec, positions: mx.array, inverse: bool) -> RopeTable
     return RopeTable(cos, sin, spec.traditional)
 
 
-_Pairs = dict[int, tuple[mx.array, mx.array]]
-
-
 def _iterate(
     source_kv: SourceKV,
-    mapper: Mapper,
+    mapper: MapperData,
     frames: dict[int, _Frame],
     unload_after: bool,
     dtype: mx.Dtype | None,
@@ -323,13 +313,13 @@ def _iterate(
 ) -> Iterator[tuple[int, mx.array, mx.array]]:
     drop = unload_after and mapper.store is not None
     layers = sorted(mapper.layers, key=lambda m: m.target_layer)
-    last = {s: i for i, m in enumerate(layers) for s in _sources(m)}
+    last = {s: i for i, m in enumerate(layers) for s in m.sources}
     checked: set[int] = set()
     for i, described in enumerate(layers):
         target_layer = described.target_layer
         pairs = _pairs(source_kv, described)
         if check_finite:
-            _check_finite({s: pair for s, pair in pairs.items() if s not in checked})
+            refuse_nonfinite({s: pair for s, pair in pairs.items() if s not in checked})
             checked |= set(pairs)
         m = mapper.read_layer(target_layer, keep=not drop)
         keys, values = _map(mapper, m, pairs, frames[target_layer], dtype)
@@ -351,19 +341,15 @@ def _iterate(
         yield target_layer, keys, values
 
 
-def _sources(m: LayerMap) -> set[int]:
-    return {*m.keys.sources, *m.values.sources}
-
-
-def _pairs(source_kv: SourceKV, m: LayerMap) -> _Pairs:
+def _pairs(source_kv: SourceKV, m: LayerMap) -> Pairs:
     # Each once: a mapping may make its arrays when it is asked for them.
-    return {s: source_kv[s] for s in sorted(_sources(m))}
+    return {s: source_kv[s] for s in sorted(m.sources)}
 
 
 def _map(
-    mapper: Mapper,
+    mapper: MapperData,
     m: LayerMap,
-    pairs: _Pairs,
+    pairs: Pairs,
     frame: _Frame,
     dtype: mx.Dtype | None,
 ) -> tuple[mx.array, mx.array]:
@@ -390,80 +376,32 @@ def _map(
     return one(m.keys, 0, strip=strip, rotate=rotate), one(m.values, 1)
 
 
-# -------------------------------------------------------------------- checks
-
-
-def _check_kinds(mapper: Any, source_kv: Any) -> None:
-    """Say what is wrong when the arguments are swapped or of another kind."""
-    _check_mapper(mapper)
-    if isinstance(source_kv, Mapping):
-        return
-    if isinstance(source_kv, (list, tuple)) and source_kv and hasattr(source_kv[0], "offset"):
-        raise UnsupportedCacheError(
-            "This is a list of mlx-lm's cache objects, and arrays are expected. Use "
-            "kvgraft.handoff.map_cache, or give kvgraft.cache.read_cache(cache).source_kv()."
-        )
-    raise ArgumentError(
-        "The source is given as {layer: (keys, values)}, not as a "
-        f"{type(source_kv).__name__}. For a list of pairs use kvgraft.mapper.transfer.apply."
-    )
-
-
-def _check_mapper(mapper: Any) -> None:
-    require_mapper(
-        mapper,
-        " The order is transfer_layer(mapper, target_layer, source_kv) and "
-        "transfer_cache(source_kv, mapper).",
-    )
-
-
-def _check_pair(s: int, pair: Any) -> None:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise GeometryError(f"Source layer {s} is no pair of keys and values.")
-    for name, x in zip(("Keys", "Values"), pair):
-        if not isinstance(x, mx.array):
-            made = " Make one with mx.array(...)." if hasattr(x, "shape") else ""
-            raise ArgumentError(
-                f"{name} of source layer {s} must be an MLX array, not a {type(x).__name__}.{made}"
-            )
-
-
-def _check_finite(pairs: _Pairs) -> None:
-    bad = [s for s, pair in pairs.items() if not all(_ext.all_finite(x) for x in pair)]
-    if bad:
-        raise CacheError(
-            f"Source layer{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} of the cache: NaN or "
-            "infinite values. The source model's dtype may have overflowed; load it as bfloat16, "
-            "or re-prefill."
-        )
-
-
 def _frame(
-    mapper: Mapper,
+    mapper: MapperData,
     layers: Sequence[LayerMap],
     source_kv: SourceKV,
     positions: mx.array | Sequence[int] | None,
 ) -> _Frame:
     """Check everything that can be checked before any work, and fix the positions."""
-    needed, lead = _check_sources(mapper, layers, source_kv, None)
-    where = _positions(positions, lead[-1], lead[:-1])
+    needed, lead = check_sources(mapper, layers, source_kv, None)
+    where = to_positions(positions, lead[-1], lead[:-1])
     if mapper.content_space:
-        _check_reach(mapper, layers, needed, where)
+        check_reach(mapper, layers, needed, where)
     return _Frame(where)
 
 
 def _frames(
-    mapper: Mapper,
+    mapper: MapperData,
     source_kv: SourceKV,
     held: Mapping[int, TokenRanges],
     wanted: Mapping[int, TokenRanges],
 ) -> dict[int, _Frame]:
     """Like :func:`_frame`, where layers hold different tokens: one per target layer."""
-    needed, _ = _check_sources(mapper, mapper.layers, source_kv, held)
+    needed, _ = check_sources(mapper, mapper.layers, source_kv, held)
     shared: dict[TokenRanges, dict[tuple[RopeSpec, bool], RopeTable | None]] = {}
     frames = {}
     for m in mapper.layers:
-        sources = sorted(_sources(m))
+        sources = sorted(m.sources)
         common = held[sources[0]]
         for s in sources[1:]:
             common = common & held[s]
@@ -483,119 +421,5 @@ def _frames(
         cut = {s: (held[s], part) for s in sources if held[s] != part}
         frames[m.target_layer] = _Frame(part.positions, shared.setdefault(part, {}), cut)
     if mapper.content_space:
-        _check_reach(mapper, mapper.layers, needed, mx.array([h.stop - 1 for h in held.values()]))
+        check_reach(mapper, mapper.layers, needed, mx.array([h.stop - 1 for h in held.values()]))
     return frames
-
-
-def _check_sources(
-    mapper: Mapper,
-    layers: Sequence[LayerMap],
-    source_kv: SourceKV,
-    held: Mapping[int, TokenRanges] | None,
-) -> tuple[list[int], tuple[int, ...]]:
-    """The source layers that are needed, and ``(batch, tokens)`` or ``(tokens,)`` of the first."""
-    needed = sorted({s for m in layers for s in _sources(m)})
-    if not needed:
-        raise GeometryError("This mapper produces no layers.")
-    missing = [s for s in needed if s not in source_kv]
-    if missing:
-        raise GeometryError(
-            f"The cache lacks source layers {missing}; the mapper reads layers {needed}."
-        )
-    unknown = [] if held is None else [s for s in needed if s not in held]
-    if unknown:
-        raise ArgumentError(f"`held` does not say which tokens source layers {unknown} hold.")
-    lead: tuple[int, ...] = ()
-    for s in needed:
-        pair = source_kv[s]
-        _check_pair(s, pair)
-        keys = pair[0]
-        if not lead:
-            if keys.ndim not in (3, 4):
-                raise GeometryError(
-                    f"Keys of source layer {s} have shape {tuple(keys.shape)}; expected "
-                    "[n_kv_heads, N, head_dim] or [B, n_kv_heads, N, head_dim]."
-                )
-            lead = (*keys.shape[:-3], int(keys.shape[-2]))
-        _check_layer(mapper, s, pair, lead if held is None else (*lead[:-1], len(held[s])))
-    if lead[-1] == 0:
-        raise GeometryError(
-            "The source cache holds no tokens, so there is nothing to transfer. Prefill the "
-            "source first, or start the target from an empty cache."
-        )
-    return needed, lead
-
-
-def _check_layer(
-    mapper: Mapper, s: int, pair: tuple[mx.array, mx.array], lead: tuple[int, ...]
-) -> None:
-    geometry = mapper.source.layers[s]
-    *batch, n_tokens = lead
-    for name, array, dim in zip(
-        ("Keys", "Values"), pair, (geometry.key_dim, geometry.value_dim), strict=True
-    ):
-        want = (*batch, geometry.n_kv_heads, n_tokens, dim)
-        if tuple(array.shape) != want:
-            raise GeometryError(
-                f"{name} of source layer {s} have shape {tuple(array.shape)}; this mapper and the "
-                f"other layers ask for {want}."
-            )
-        if array.dtype not in _FLOATS:
-            raise GeometryError(
-                f"{name} of source layer {s} are {array.dtype}; a cache of floats is needed. "
-                "Dequantise a quantised cache first."
-            )
-
-
-def _positions(
-    given: mx.array | Sequence[int] | None, n_tokens: int, batch: tuple[int, ...]
-) -> mx.array:
-    if given is None:
-        return mx.arange(n_tokens, dtype=mx.int32)
-    positions = given if isinstance(given, mx.array) else _array(given)
-    shape = tuple(positions.shape)
-    if shape != (n_tokens,) and not (batch and shape == (*batch, n_tokens)):
-        raise GeometryError(
-            f"positions has shape {shape}, but the cache holds {n_tokens} tokens"
-            + (f" in each of {batch[0]} rows." if batch else ".")
-        )
-    whole = positions.astype(mx.int32)
-    if (
-        positions.dtype == mx.bool_
-        or not mx.array_equal(whole.astype(positions.dtype), positions)
-        or bool((whole < 0).any().item())
-    ):
-        raise GeometryError(f"positions must be whole numbers from 0 to {_LAST_POSITION:,}.")
-    return whole
-
-
-def _array(given: Sequence[int]) -> mx.array:
-    try:
-        # By NumPy, which finds a dtype that holds them all.
-        found = np.asarray(given if hasattr(given, "shape") else list(given))
-        if found.dtype.kind not in "biuf":
-            raise TypeError(found.dtype)
-        return mx.array(found)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"positions must be whole numbers, [N] or [B, N], not {reprlib.repr(given)}."
-        ) from error
-
-
-def _check_dtype(dtype: Any) -> None:
-    if dtype is not None and dtype not in _FLOATS:
-        raise ArgumentError(
-            f"The result's dtype is mx.float32, mx.float16 or mx.bfloat16, not {dtype!r}."
-        )
-
-
-def _check_reach(
-    mapper: Mapper, layers: Sequence[LayerMap], needed: Sequence[int], positions: mx.array
-) -> None:
-    specs = {mapper.source.layers[s].rope for s in needed}
-    specs |= {mapper.target.layers[m.target_layer].rope for m in layers}
-    limited = [spec for spec in specs if spec.max_position is not None]
-    if limited:
-        last = int(mx.max(positions).item())  # type: ignore[arg-type]  # of an integer array
-        for spec in limited:
-            spec.check_positions(last)

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -24,7 +24,9 @@ from kvgraft.files import atomic
 from kvgraft.files.recognise import describe_folder, manifest_kind
 from kvgraft.files.safetensors import Writer, read_header, read_json_file
 from kvgraft.mapper.config import plain
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Mapper, Storage
+from kvgraft.mapper.data import MapperData
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap, Storage
 from kvgraft.mapper.weight_store import (
     FILE_DTYPES,
     FileStore,
@@ -36,7 +38,9 @@ from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.rope import RopeSpec
 from kvgraft.ops.quantized import dequantize
 
-__all__ = ["export", "export_veloxquant", "read"]
+__all__ = ["export_veloxquant", "read"]
+
+M = TypeVar("M", bound=MapperData)
 
 MANIFEST, WEIGHTS = "manifest.json", "mapper.safetensors"
 _DTYPES = {name: dtype for dtype, name in FILE_DTYPES.items()}
@@ -48,12 +52,16 @@ def tensor_names(target_layer: int, kind: str, storage: Storage) -> dict[str, st
     return {"weight": f"{target_layer}.w_{letter}", "bias": f"{target_layer}.b_{letter}"}
 
 
-def read(path: str | os.PathLike[str]) -> Mapper:
+def read(path: str | os.PathLike[str], cls: type[M]) -> M:
     """Open a VeloxQuant-MLX artifact; weights are read when used.
 
     The format doesn't say what dtype the models write, so both geometries say
     float16; and it names no models, so the pair can't be checked beyond shapes
     and RoPE.
+
+    Args:
+        path: The folder.
+        cls: What to make, such as :class:`kvgraft.mapper.mapper.Mapper`.
 
     Raises:
         MapperNotFoundError: If a file is missing.
@@ -76,7 +84,7 @@ def read(path: str | os.PathLike[str]) -> Mapper:
         source, target = _geometry(manifest["source"]), _geometry(manifest["target"])
         config = dict(manifest["config"])
         layers = [_layer(entry, header.tensors, source, target) for entry in manifest["layers"]]
-        mapper = Mapper(
+        mapper = cls(
             source=source,
             target=target,
             layers=layers,
@@ -158,7 +166,9 @@ def _layer(
     return LayerMap(index, linear("k"), linear("v"), scores)
 
 
-def export(mapper: Mapper, path: str | os.PathLike[str], *, weights: str | None = None) -> Path:
+def export_veloxquant(
+    mapper: MapperData, path: str | os.PathLike[str], *, weights: str | None = None
+) -> Path:
     """Write a mapper in VeloxQuant-MLX's format, whole or not at all.
 
     Local and grouped head plans become full ones, with zeros for the heads that
@@ -197,9 +207,6 @@ def export(mapper: Mapper, path: str | os.PathLike[str], *, weights: str | None 
             file.flush()
             os.fsync(file.fileno())
     return Path(path)
-
-
-export_veloxquant = export
 
 
 def _check_replaceable(path: Path) -> None:
@@ -242,7 +249,7 @@ def _spec(side: str, geometry: ModelGeometry) -> dict[str, Any]:
     }
 
 
-def _manifest(mapper: Mapper, weights: str | None) -> dict[str, Any]:
+def _manifest(mapper: MapperData, weights: str | None) -> dict[str, Any]:
     source, target = _spec("source", mapper.source), _spec("target", mapper.target)
     if (source["n_kv_heads"], source["head_dim"]) != (target["n_kv_heads"], target["head_dim"]):
         raise GeometryError(
@@ -306,7 +313,7 @@ def _dtype(part: LinearMap, weights: str | None) -> str:
     return weights or ("float16" if storage.bits is not None else storage.dtype)
 
 
-def _described(m: LayerMap, mapper: Mapper, weights: str | None) -> LayerMap:
+def _described(m: LayerMap, mapper: MapperData, weights: str | None) -> LayerMap:
     """The layer as it is going to be: a full plan, plain weights, not in memory."""
     first = mapper.source.layers[0]
     width = len(m.keys.sources) * first.n_kv_heads * first.key_dim
@@ -319,7 +326,7 @@ def _described(m: LayerMap, mapper: Mapper, weights: str | None) -> LayerMap:
     return replace(m, keys=of(m.keys), values=of(m.values))
 
 
-def _arrays(mapper: Mapper, described: list[LayerMap]) -> Iterator[tuple[str, mx.array]]:
+def _arrays(mapper: MapperData, described: list[LayerMap]) -> Iterator[tuple[str, mx.array]]:
     n_heads, dim = mapper.source.layers[0].n_kv_heads, mapper.source.layers[0].key_dim
     for wanted in described:
         m = mapper.read_layer(wanted.target_layer)

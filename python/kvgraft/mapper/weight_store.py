@@ -10,7 +10,8 @@ import mlx.core as mx
 from kvgraft import _ext
 from kvgraft.errors import FormatError, GeometryError
 from kvgraft.files.safetensors import Header, read_ahead, read_tensors
-from kvgraft.mapper.mapper import LayerMap, LinearMap, Storage
+from kvgraft.mapper.layer_map import LayerMap
+from kvgraft.mapper.linear_map import LinearMap, Storage
 from kvgraft.ops.quantized import AffineWeight, Weight
 
 __all__ = [
@@ -120,7 +121,7 @@ def check_finite(array: mx.array, where: str) -> None:
 
 
 class FileStore:
-    """A :class:`kvgraft.mapper.mapper.WeightStore` over safetensors files.
+    """A :class:`kvgraft.mapper.layer_map.WeightStore` over safetensors files.
 
     Every read opens the file anew and keeps nothing, so that unloading a layer
     gives its memory back. It holds no mutable state but a set of layers known

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvgraft.errors import FormatError, TokenizerMismatchError
-from kvgraft.mapper import artifact
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.mapper import Mapper, open_mapper
 from kvgraft.models.loading import ModelIdentity
 from kvgraft.option_names import named
 
@@ -114,7 +113,7 @@ def load_routes(
 
 
 def _open(path: str | os.PathLike[str]) -> Route:
-    mapper = artifact.load(path)
+    mapper = open_mapper(path)
     source, target = mapper.source_model, mapper.target_model
     if source is None or target is None:
         raise FormatError(
