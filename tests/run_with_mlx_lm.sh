@@ -24,7 +24,6 @@ if [ "$found" != "$version" ]; then
 fi
 cd "$root"
 if [ $# -eq 0 ]; then
-    set -- -q tests/cache \
-        tests/models/test_probe.py
+    set -- -q -n "$(nproc)" tests/cache tests/models/test_probe.py
 fi
 exec "$python" -m pytest "$@"
