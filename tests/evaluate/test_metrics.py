@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +19,7 @@ from kvgraft.evaluate.metrics import (
     bootstrap,
     distance_bins,
     score_tokens,
+    share_kept,
 )
 from kvgraft.models.attention_hook import capture_attention
 from kvgraft.models.forward import prefill
@@ -75,6 +77,39 @@ def test_coverage_of_the_interval():
         got = bootstrap(rng.normal(0, 1, 30))
         hits += got.low <= 0 <= got.high
     assert 0.86 < hits / 200 <= 1
+
+
+def test_intervals_are_corrected_for_skew():
+    """Of a skewed sample, BCa moves both ends up against plain percentiles."""
+    x = np.random.default_rng(1).exponential(size=20)
+    draws = x[np.random.default_rng(0).integers(0, 20, (9999, 20))].mean(axis=1)
+    low, high = np.percentile(draws, [2.5, 97.5])
+    got = bootstrap(x)
+    assert got.low > low and got.high > high and got.mean == x.mean()
+
+
+@pytest.mark.parametrize(
+    "x, ends",
+    [
+        ([0.5] * 6, (0.5, 0.5)),  # equal values: no width
+        ([0.0, 1.0], (0.0, 1.0)),  # two documents: percentiles
+        ([0.1, 0.1, 0.1 + 1e-17, 0.1], (0.1, 0.1)),
+        ([1.0, float("inf"), 2.0], None),
+    ],
+)
+def test_degenerate_samples_have_an_interval(x, ends):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        got = bootstrap(x)
+    if ends is None:
+        assert not np.isfinite([got.mean, got.low, got.high]).any()
+    else:
+        assert (got.low, got.high) == pytest.approx(ends)
+
+
+def test_share_kept():
+    assert share_kept(0.3, 0.6) == 0.5 and share_kept(-0.6, 0.6) == -1
+    assert share_kept(0.3, 0.0) is None and share_kept(0.3, float("nan")) is None
 
 
 @pytest.mark.parametrize("scored", [1, 3, 4, 5, 16, 100, 256, 300])

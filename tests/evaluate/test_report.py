@@ -1,28 +1,25 @@
-"""The report, in Markdown and in HTML, opened in a browser."""
+"""The report, in Markdown and in HTML."""
 
 from __future__ import annotations
 
 import copy
 import html
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
-import matplotlib.image
-import numpy as np
 import pytest
 from eval_problems import SMALL, identity
 from fit_problems import prose, save_model
 
 from kvgraft.evaluate import arms
+from kvgraft.evaluate.arms import short_name
 from kvgraft.evaluate.output import default_folder, is_writable_artifact, write_results
-from kvgraft.evaluate.plots import draw_all, short
-from kvgraft.evaluate.report import build, to_html, to_markdown
+from kvgraft.evaluate.plots import draw_all
+from kvgraft.evaluate.report import build, to_markdown
+from kvgraft.evaluate.report_html import to_html
 from kvgraft.evaluate.run import measure
 from kvgraft.evaluate.summary import summarise
 
@@ -51,7 +48,7 @@ def test_every_part_of_the_results_is_in_both_forms(results, report):
         for reason in results["verdict"]["reasons"]:
             assert reason.split("(")[0] in text
         for name, arm in results["arms"].items():
-            assert short(name) in text
+            assert short_name(name) in text
             assert f"{arm['nll'][0]:.3f}" in text
         for source in results["text"]["sources"]:
             assert source["name"] in text and source["sha256"][:12] in text
@@ -145,6 +142,19 @@ def test_files_are_written_and_written_again(results, tmp_path):
     assert sum(f.stat().st_size for f in files) < 300_000
 
 
+def test_without_matplotlib_the_report_has_no_figures_and_says_how_to_get_them(
+    results, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    files = write_results(tmp_path / "out", results)
+    assert json.loads(files[2].read_text()) == results
+    for file in files[:2]:
+        text = html.unescape(file.read_text())
+        assert 'pip install "kvgraft[report]"' in text
+        assert "figures/" not in text and "<img" not in text
+    assert not (tmp_path / "out" / "figures").exists()
+
+
 def test_where_reports_go(tmp_path):
     (tmp_path / "a").mkdir()
     assert default_folder(tmp_path / "a", inside=True) == tmp_path / "a" / "eval"
@@ -154,85 +164,10 @@ def test_where_reports_go(tmp_path):
     assert default_folder(tmp_path / "b.safetensors", inside=True) == tmp_path / "b-eval"
 
 
-def test_matplotlib_is_loaded_by_the_report_alone():
+def test_matplotlib_is_loaded_for_figures_only():
     code = (
         "import sys, kvgraft, kvgraft.evaluate.output, kvgraft.cli.main; "
         "from kvgraft.cli.parser import build_parser; build_parser(); "
         "sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-# ------------------------------------------------------------------ a browser
-
-_PLACES = (
-    "chromium",
-    "chromium-browser",
-    "google-chrome",
-    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
-)
-
-# Tells, in the title, what the browser made of the page.
-_PROBE = """<script>
-addEventListener("load", () => {
-  const wide = [...document.querySelectorAll("main > *")]
-    .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.className);
-  document.title = JSON.stringify({
-    images: [...document.images].map(i => [i.complete, i.naturalWidth, i.width]),
-    tables: document.querySelectorAll("table").length,
-    fetched: performance.getEntriesByType("resource").map(r => r.name)
-      .filter(n => !n.startsWith("data:")),
-    wide: wide,
-    badge: getComputedStyle(document.querySelector(".badge")).backgroundColor,
-  });
-});
-</script>"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    found = next((p for p in map(shutil.which, _PLACES) if p), None)
-    if found is None:
-        assert not os.environ.get("KVGRAFT_CI"), "a build machine has a browser: install chromium"
-        pytest.skip("no Chromium or Chrome here")
-    return found
-
-
-def run_browser(browser: str, profile: Path, *options: str) -> str:
-    command = [
-        browser,
-        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-        *("--no-first-run", f"--user-data-dir={profile}", "--virtual-time-budget=5000"),
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("width", [1000, 500])
-def test_a_browser_shows_it(report, browser, tmp_path, width):
-    page = tmp_path / "report.html"
-    page.write_text(to_html(report).replace("</body>", _PROBE + "</body>"))
-    size = f"--window-size={width},1400"
-    dom = run_browser(browser, tmp_path / "p", "--dump-dom", size, page.as_uri())
-    found = json.loads(re.search(r"<title>(.*?)</title>", dom, re.S)[1])
-    assert len(found["images"]) == len(FIGURES)
-    for complete, natural, shown in found["images"]:
-        assert complete and natural > 400 and shown > min(400, width * 0.7)
-    assert found["tables"] == 5 and found["fetched"] == [] and found["wide"] == []
-    assert found["badge"] == "rgb(254, 226, 226)", "do not ship is red"
-
-
-def test_the_screen_is_not_blank(report, browser, tmp_path):
-    page = tmp_path / "report.html"
-    page.write_text(to_html(report))
-    shot = tmp_path / "shot.png"
-    run_browser(
-        browser, tmp_path / "p", f"--screenshot={shot}", "--window-size=1000,3000", page.as_uri()
-    )
-    pixels = matplotlib.image.imread(shot)[..., :3]
-    assert pixels.shape[:2] == (3000, 1000)
-    # Ink in every part of the page, not only at its top.
-    for part in np.array_split(pixels, 6):
-        assert part.std() > 0.02

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -293,8 +294,11 @@ def test_the_gate_and_a_report_elsewhere(evaluated, tmp_path, capsys, monkeypatc
     text = ["--text", str(TEXT / "heldout_novels.txt")]
     few = [*QUICK, "--documents", "2", "--needle-lengths", "--speed-lengths"]
     out = tmp_path / "out"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if not installed
     arguments = ["eval", str(path), *PAIR, *text, *few, "--no-write", "--out", str(out)]
     assert main([*arguments, "--fail-below", "ship"]) == 3, "two documents are a small sample"
     assert json.loads((out / "eval.json").read_text())["needle"] is None
     assert (path / "mapper_config.json").read_bytes() == before
-    assert "VERDICT" not in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "VERDICT" not in error and 'pip install "kvgraft[report]"' in error
+    assert (out / "report.md").exists() and not (out / "figures").exists()

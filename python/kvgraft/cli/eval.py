@@ -140,7 +140,8 @@ def config_of(args: argparse.Namespace) -> EvalConfig:
 def run(args: argparse.Namespace) -> int:
     """Measure, judge, write, print."""
     from kvgraft.cli.interrupt import terminate_as_interrupt
-    from kvgraft.evaluate.output import default_folder, is_writable_artifact
+    from kvgraft.evaluate.output import can_draw, default_folder, is_writable_artifact
+    from kvgraft.evaluate.report import NO_FIGURES
     from kvgraft.evaluate.run import evaluate_mapper
     from kvgraft.progress import bar
 
@@ -166,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
             "`kvgraft convert` makes it one.",
             file=sys.stderr,
         )
+    if not can_draw():
+        print(f"kvgraft: {NO_FIGURES}", file=sys.stderr)
     _print(found.results)
     print(f"\nreport   {found.files[0]}")
     print(f"         {found.files[1].name} and {found.files[2].name} beside it")

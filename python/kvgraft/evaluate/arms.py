@@ -39,6 +39,7 @@ __all__ = [
     "random_mapper",
     "raw_layers",
     "raw_pairs",
+    "short_name",
     "timed_extend",
     "with_ends",
 ]
@@ -64,6 +65,11 @@ def with_ends(head: int, tail: int) -> str:
     The last token always is.
     """
     return MAPPED if (head, tail) == PLAIN else f"{MAPPED}, {head} head + {tail} tail native"
+
+
+def short_name(name: str) -> str:
+    """An arm's name without what all of them share."""
+    return name.removeprefix("target, ").replace("mapped cache, ", "mapped, ")
 
 
 def copy_of(cache: Sequence[Any]) -> Pairs:

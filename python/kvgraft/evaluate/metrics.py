@@ -1,7 +1,8 @@
-"""What is measured of one arm, token by token, and how sure it is over documents."""
+"""What is measured of one arm, token by token, and its interval over documents."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
+from scipy.stats import DegenerateDataWarning
 
 from kvgraft.models.attention_hook import AttentionCall, attention_weights
 
@@ -20,9 +23,10 @@ __all__ = [
     "bootstrap",
     "distance_bins",
     "score_tokens",
+    "share_kept",
 ]
 
-_RESAMPLES = 2000
+_RESAMPLES = 9999
 
 
 @dataclass(frozen=True)
@@ -114,18 +118,50 @@ class Interval:
 
 
 def bootstrap(per_document: Sequence[float] | NDArray[Any], seed: int = 0) -> Interval:
-    """Percentile bootstrap of the mean over documents.
+    """Mean over documents with its 95 % bootstrap interval (SciPy's BCa).
 
-    Documents, not tokens, are drawn: tokens of one document are alike. With few
-    documents the interval is too narrow; the verdict asks for eight.
+    Documents, not tokens, are resampled: the tokens of one document are alike. The
+    interval is bias-corrected and accelerated (Efron 1987), which for few documents is
+    less too narrow than plain percentiles. Where BCa is not defined: fewer than three
+    documents give the percentile interval, equal values or a single one an interval of
+    no width, and values that are not all finite ``(mean, mean, mean)``.
+
+    Args:
+        per_document: One value per document.
+        seed: Of the resampling; the same seed gives the same interval.
     """
     x = np.asarray(per_document, dtype=np.float64)
     mean = float(x.mean()) if len(x) else float("nan")
-    if len(x) < 2 or not np.isfinite(x).all():
+    if len(x) < 2 or not np.isfinite(x).all() or np.ptp(x) == 0:
         return Interval(mean, mean, mean)
-    draws = np.random.default_rng(seed).integers(0, len(x), (_RESAMPLES, len(x)))
-    low, high = np.percentile(x[draws].mean(axis=1), [2.5, 97.5])
-    return Interval(mean, float(low), float(high))
+    methods: tuple[Any, ...] = ("BCa", "percentile") if len(x) > 2 else ("percentile",)
+    for method in methods:
+        with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+            warnings.simplefilter("ignore", DegenerateDataWarning)
+            found = stats.bootstrap(
+                (x,),
+                np.mean,
+                n_resamples=_RESAMPLES,
+                method=method,
+                rng=np.random.default_rng(seed),
+            ).confidence_interval
+        if np.isfinite(found.low) and np.isfinite(found.high):
+            break
+    return Interval(mean, float(found.low), float(found.high))
+
+
+def share_kept(kept: float, benefit: float) -> float | None:
+    """Share of the context's benefit that a cache keeps.
+
+    Args:
+        kept: Loss without context minus loss with the cache, nats per token.
+        benefit: Loss without context minus native loss.
+
+    Returns:
+        1 for a cache as good as the native one, 0 for one as bad as none, negative for
+        a worse one; ``None`` if the context has no benefit.
+    """
+    return kept / benefit if benefit > 0 else None
 
 
 def distance_bins(scored: int) -> list[tuple[int, int]]:

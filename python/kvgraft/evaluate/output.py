@@ -1,20 +1,21 @@
-"""What is done with results: into the artifact, and to disk."""
+"""Write results: into the artifact, and as a report."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-from kvgraft.evaluate.plots import draw_all
-from kvgraft.evaluate.report import build, to_html, to_markdown
+from kvgraft.evaluate.report import build, to_markdown
+from kvgraft.evaluate.report_html import to_html
 from kvgraft.evaluate.summary import stored_quality
 from kvgraft.files import atomic
 from kvgraft.mapper.layout import REPORT
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.quality import Quality
 
-__all__ = ["default_folder", "is_writable_artifact", "store", "write_results"]
+__all__ = ["can_draw", "default_folder", "is_writable_artifact", "store", "write_results"]
 
 RESULTS = "eval.json"
 
@@ -32,11 +33,10 @@ def default_folder(path: Path, inside: bool) -> Path:
 
 
 def store(mapper: Mapper, path: Path, results: dict[str, Any]) -> None:
-    """Put verdict, policy and numbers into the artifact.
+    """Write verdict, recommended native tokens and numbers into the artifact.
 
     ``mapper_config.json``, the configuration in the weights' header, the model
-    card and the checksums are written anew, all in one step; the weights stay
-    what they are.
+    card and the checksums are replaced in one step; the weights do not change.
 
     Raises:
         ArtifactWriteError: If that is not permitted, or the disk is full.
@@ -48,8 +48,8 @@ def store(mapper: Mapper, path: Path, results: dict[str, Any]) -> None:
 def write_results(folder: Path, results: dict[str, Any]) -> list[Path]:
     """Write the report: ``eval.json``, ``report.md`` with its figures, ``report.html``.
 
-    Each file is replaced in one step. The numbers come first: if the figures
-    can't be drawn, they are there.
+    Each file is replaced in one step, the numbers first. Without matplotlib there are no
+    figures, and the report says so.
 
     Args:
         folder: Where; made if it is not there.
@@ -59,7 +59,7 @@ def write_results(folder: Path, results: dict[str, Any]) -> list[Path]:
         ArtifactWriteError: If writing there is not permitted.
     """
     numbers = _write(folder / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")
-    figures = draw_all(results)
+    figures = _draw(results) if can_draw() else {}
     for name, svg in figures.items():
         _write(folder / "figures" / f"{name}.svg", svg)
     report = build(results, figures)
@@ -68,6 +68,17 @@ def write_results(folder: Path, results: dict[str, Any]) -> list[Path]:
         _write(folder / "report.md", to_markdown(report)),
         numbers,
     ]
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed, which only the figures need."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _draw(results: dict[str, Any]) -> dict[str, str]:
+    from kvgraft.evaluate.plots import draw_all
+
+    return draw_all(results)
 
 
 def _write(path: Path, text: str) -> Path:

@@ -1,4 +1,4 @@
-"""The report's figures, as SVG."""
+"""The report's figures, as SVG, drawn with matplotlib (the extra ``report``)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvgraft.evaluate import arms
+from kvgraft.evaluate.arms import short_name
+from kvgraft.evaluate.summary import recommended_arm
 
-__all__ = ["draw_all", "recommended", "short"]
+__all__ = ["draw_all"]
 
 _NATIVE, _MAPPED, _ENDS, _ALONE, _NONE, _WRONG, _RAW = (
     "#4b5563",
@@ -83,11 +85,6 @@ def _svg(figure: Any) -> str:
     return text.replace("'DejaVu Sans', sans-serif", _FONT).replace("'DejaVu Sans'", _FONT)
 
 
-def short(name: str) -> str:
-    """An arm's name without what all of them share."""
-    return name.removeprefix("target, ").replace("mapped cache, ", "mapped, ")
-
-
 def _colour(name: str) -> str:
     if name.startswith(f"{arms.MAPPED},"):
         return _ENDS
@@ -101,16 +98,9 @@ def _colour(name: str) -> str:
     }.get(name, _NONE)
 
 
-def recommended(results: dict[str, Any]) -> str | None:
-    """The arm of the recommended policy, if it is not the plain one."""
-    ends = (results["policy"]["head"], results["policy"]["tail"])
-    name = arms.with_ends(*ends)
-    return name if name != arms.MAPPED and name in results["arms"] else None
-
-
 def _arms(results: dict[str, Any]) -> str | None:
     """Gap to the native cache, with intervals."""
-    wanted = [arms.MAPPED, recommended(results), arms.ALONE, arms.NONE, arms.WRONG, arms.RAW]
+    wanted = [arms.MAPPED, recommended_arm(results), arms.ALONE, arms.NONE, arms.WRONG, arms.RAW]
     rows = [
         (name, results["arms"][name]["gap"])
         for name in wanted
@@ -130,10 +120,10 @@ def _arms(results: dict[str, Any]) -> str | None:
         axes.annotate(
             f"{mean:+.3f}", (mean, y), (0, 7), textcoords="offset points", ha="center", fontsize=8
         )
-    axes.set_yticks(range(len(rows)), [short(name) for name, _ in rows])
+    axes.set_yticks(range(len(rows)), [short_name(name) for name, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.7)
     axes.margins(x=0.1)
-    axes.set_xlabel("loss minus that of the target's own cache, nats per token (0: as good)")
+    axes.set_xlabel("loss minus that of the target's own cache, nats per token (0: equal)")
     axes.grid(axis="x")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
@@ -141,7 +131,7 @@ def _arms(results: dict[str, Any]) -> str | None:
 
 
 def _distance(results: dict[str, Any]) -> str | None:
-    """Gap by distance from the border."""
+    """Gap by distance from the end of the prefix."""
     found = results["by_distance"]
     if len(found["bins"]) < 2:
         return None
@@ -150,7 +140,7 @@ def _distance(results: dict[str, Any]) -> str | None:
     axes.axhline(0, color=_NATIVE, lw=1.2)
     labels = [f"{a + 1}–{b}" if b > a + 1 else f"{b}" for a, b in found["bins"]]
     x = list(range(len(labels)))
-    for name in (arms.MAPPED, recommended(results), arms.ALONE, arms.NONE, arms.WRONG):
+    for name in (arms.MAPPED, recommended_arm(results), arms.ALONE, arms.NONE, arms.WRONG):
         rows = found["gap"].get(name)
         if name is None or rows is None or any(row[0] is None for row in rows):
             continue
@@ -158,9 +148,9 @@ def _distance(results: dict[str, Any]) -> str | None:
         colour = _colour(name)
         if name == arms.MAPPED:
             axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
-        axes.plot(x, mean, "-o", color=colour, ms=4, lw=1.8, label=short(name))
+        axes.plot(x, mean, "-o", color=colour, ms=4, lw=1.8, label=short_name(name))
     axes.set_xticks(x, labels)
-    axes.set_xlabel("tokens after the border")
+    axes.set_xlabel("tokens after the prefix")
     axes.set_ylabel("gap, nats per token")
     axes.grid(axis="y")
     axes.legend(ncols=2, loc="best")
@@ -222,7 +212,7 @@ def _layers(results: dict[str, Any]) -> str | None:
         y = [float("nan") if v is None else v for v in values]
         lowest = min([lowest, *(v for v in y if v == v)])
         axes.plot(targets, y[: len(targets)], "-o", color=colour, ms=4, lw=1.8, label=label)
-    # One hopeless layer would press all others together.
+    # One very bad layer would compress the range of all others.
     axes.set_ylim(max(lowest, -1.0) - 0.03, 1.03)
     axes.set_xlabel("target layer")
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -293,7 +283,7 @@ def _speed(results: dict[str, Any]) -> str | None:
     axes = figure.subplots()
     x = [r["tokens"] for r in rows]
     lines = [
-        ("target reads it again", "prefill_seconds", _NATIVE, "-"),
+        ("re-prefill by the target", "prefill_seconds", _NATIVE, "-"),
         ("hand-off, weights in memory", "handoff_warm_seconds", _MAPPED, "-"),
         ("hand-off, weights on disk", "handoff_cold_seconds", _ENDS, "--"),
     ]

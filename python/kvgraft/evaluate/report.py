@@ -1,18 +1,31 @@
-"""The report: one document, written as Markdown and as a single HTML file."""
+"""The report: its content from the results, and its Markdown form."""
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvgraft.evaluate import arms
-from kvgraft.evaluate.plots import recommended, short
-from kvgraft.mapper.quality import DO_NOT_SHIP, SHIP
+from kvgraft.evaluate.arms import short_name
+from kvgraft.evaluate.metrics import share_kept
+from kvgraft.evaluate.summary import recommended_arm
 
-__all__ = ["build", "to_html", "to_markdown"]
+__all__ = [
+    "NO_FIGURES",
+    "Block",
+    "Bullets",
+    "Heading",
+    "Picture",
+    "Report",
+    "Table",
+    "Text",
+    "Tiles",
+    "build",
+    "to_markdown",
+]
+
+NO_FIGURES = 'The report has no figures: they need matplotlib (`pip install "kvgraft[report]"`).'
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure by name, with what it shows in words."""
+    """A figure by name, with its caption and alternative text."""
 
     name: str
     caption: str
@@ -87,32 +100,34 @@ def build(results: dict[str, Any], figures: dict[str, str]) -> Report:
 
     Args:
         results: What :func:`kvgraft.evaluate.summary.summarise` returned.
-        figures: SVG by name; sections whose figure is missing go without.
+        figures: SVG by name; those that are missing are left out.
     """
     source, target = (_name(results, side) for side in ("source", "target"))
     blocks: list[Block] = [
         Tiles(_tiles(results)),
         Bullets(tuple((*results["verdict"]["reasons"], *results["verdict"]["notes"]))),
-        Heading("What the mapped cache is worth"),
+        *(() if figures else (Text(NO_FIGURES),)),
+        Heading("Loss with the mapped cache"),
         Text(
             f"{target} reads {results['settings']['scored']} tokens of each of "
             f"{results['text']['documents']} held-out documents after a prefix of "
-            f"{results['settings']['prefix']} tokens, of which it is given a cache. Only the cache "
-            "differs: its own, a mapped one (also with the first and last tokens from its own), or "
-            "one that should be worth nothing."
+            f"{results['settings']['prefix']} tokens that it has as a cache. Only the cache "
+            "differs: its own, a mapped one (also with native tokens at the start and the end), "
+            "or a control: none, another document's, a random map's."
         ),
         Picture("arms", "Gap to the target's own cache, with 95 % intervals.", _alt_arms(results)),
         _arms_table(results),
         Picture(
             "distance",
-            "The gap by distance from the border; the band is the mapped arm's 95 % interval.",
+            "The gap by distance from the end of the prefix; the band is the mapped arm's "
+            "95 % interval.",
             "Line plot of the loss gap against the distance from the end of the prefix.",
         ),
         Heading("Layer by layer"),
         Picture(
             "layers",
-            "On the held-out text: how well keys and values are met, and what becomes of the "
-            "layer's output.",
+            "On the held-out text: R² of keys and values, and the cosine of the layer's attention "
+            "output with mapped against native keys and values.",
             "Line plot of R² of keys and values and of the attention-output cosine by layer.",
         ),
         Text(_layer_line(results)),
@@ -123,10 +138,10 @@ def build(results: dict[str, Any], figures: dict[str, str]) -> Report:
         ),
         *_needle_blocks(results),
         *_speed_blocks(results),
-        Heading("Native head and tail"),
+        Heading("Native start and end"),
         Text(_policy_line(results)),
         _policy_table(results),
-        Heading("What was measured on what"),
+        Heading("Models, text and machine"),
         _setting_table(results, source, target),
     ]
     kept = tuple(b for b in blocks if not isinstance(b, Picture) or b.name in figures)
@@ -156,21 +171,20 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 
-def kept_share(results: dict[str, Any]) -> float | None:
-    """Share of what the context is worth that the mapped cache keeps."""
+def _share_kept(results: dict[str, Any]) -> float | None:
     native, mapped, none = (
         results["arms"][name]["nll"][0] for name in (arms.NATIVE, arms.MAPPED, arms.NONE)
     )
-    if mapped is None or none <= native:
+    if native is None or mapped is None or none is None:
         return None
-    return float((none - mapped) / (none - native))
+    return share_kept(none - mapped, none - native)
 
 
 def _tiles(results: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
     mapped, even = results["arms"][arms.MAPPED], results["break_even"]["warm"]
     gap = mapped["gap"]
     tiles = [
-        ("of the context's worth kept", _percent(kept_share(results)), "100 %: as if read again"),
+        ("of the context's benefit kept", _percent(_share_kept(results)), "100 %: as re-prefill"),
         (
             "nats per token lost",
             _number(gap[0], "{:+.3f}"),
@@ -192,12 +206,12 @@ def _tiles(results: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
         value = "never" if even["tokens"] is None else f"{even['tokens']}"
         mark = "≤ " if even.get("is") == "at most" else ""
         tiles.append(
-            ("tokens: from there on faster than reading", mark + value, "weights in memory")
+            ("tokens: faster than re-prefill from there on", mark + value, "weights in memory")
         )
     policy = results["policy"]
     tiles.append(
         (
-            "native tokens advised",
+            "native tokens recommended",
             f"{policy['head']} + {policy['tail']}",
             "at the start + at the end",
         )
@@ -207,7 +221,7 @@ def _tiles(results: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
 
 def _alt_arms(results: dict[str, Any]) -> str:
     parts = [
-        f"{short(name)} {arm['gap'][0]:+.3f}"
+        f"{short_name(name)} {arm['gap'][0]:+.3f}"
         for name, arm in results["arms"].items()
         if name not in (arms.NATIVE, arms.RANDOM) and arm["gap"][0] is not None
     ]
@@ -222,7 +236,7 @@ def _arms_table(results: dict[str, Any]) -> Table:
         span = "" if gap[0] is None or name == arms.NATIVE else f"{gap[1]:+.3f} to {gap[2]:+.3f}"
         rows.append(
             (
-                short(name),
+                short_name(name),
                 _number(arm["nll"][0]) if arm["finite"] else "not finite",
                 _number(perplexity, "{:,.0f}" if (perplexity or 0) > 999 else "{:.2f}"),
                 "" if name == arms.NATIVE else _number(gap[0], "{:+.3f}"),
@@ -231,7 +245,7 @@ def _arms_table(results: dict[str, Any]) -> Table:
                 _number(arm["kl"]) if name != arms.NATIVE else "",
             )
         )
-        if name in (arms.MAPPED, recommended(results)):
+        if name in (arms.MAPPED, recommended_arm(results)):
             strong.add(i)
     return Table(
         ("arm", "loss", "perplexity", "gap", "95 % interval", "agrees", "KL"),
@@ -243,11 +257,11 @@ def _arms_table(results: dict[str, Any]) -> Table:
 def _layer_line(results: dict[str, Any]) -> str:
     r2, cosine = results["r2"], results["attention_cosine"]
     line = (
-        f"Mean R² {_number(r2['keys']['mean'])} (keys, RoPE taken off) and "
+        f"Mean R² {_number(r2['keys']['mean'])} (keys without RoPE) and "
         f"{_number(r2['values']['mean'])} (values)"
     )
     if cosine is None:
-        return f"{line}. This model's attention can't be looked at, so there is no cosine."
+        return f"{line}. This model's attention cannot be instrumented, so there is no cosine."
     return f"{line}; mean attention-output cosine {cosine['mean']:.3f}, lowest {cosine['min']:.3f}."
 
 
@@ -258,7 +272,7 @@ def _needle_blocks(results: dict[str, Any]) -> list[Block]:
     columns = ("", *(f"{kind}" for kind in found["by_kind"]), "all")
     rows = tuple(
         (
-            short(name),
+            short_name(name),
             *(_percent(found["by_kind"][kind][name]) for kind in found["by_kind"]),
             _percent(found["overall"][name]),
         )
@@ -269,8 +283,8 @@ def _needle_blocks(results: dict[str, Any]) -> list[Block]:
         Text(
             f"{found['tasks']} facts, each among four look-alikes in held-out text, asked for at "
             "the end; the value itself must be among the first eight words. Guessing gives one in "
-            "five. The switch comes right before the answer, or after three quarters of the "
-            "context, so that the target reads the rest and the question itself."
+            "five. The target takes over right before the answer, or after three quarters of the "
+            "context; then it reads the rest and the question itself."
         ),
         Picture(
             "needles",
@@ -286,8 +300,8 @@ def _speed_blocks(results: dict[str, Any]) -> list[Block]:
     if not rows:
         return []
     cold = all("map_cold_seconds" in r for r in rows)
-    columns = ("tokens", "read again", "map, warm", *(("map, cold",) if cold else ()))
-    columns += ("head + tail", "times faster", "tokens/s", "peak MB")
+    columns = ("tokens", "re-prefill", "map, warm", *(("map, cold",) if cold else ()))
+    columns += ("native tokens", "times faster", "tokens/s", "peak MB")
     table = tuple(
         (
             str(r["tokens"]),
@@ -305,17 +319,17 @@ def _speed_blocks(results: dict[str, Any]) -> list[Block]:
     note = (
         "Same process, same tokens. Cold: the artifact is opened anew"
         + (", with its files dropped from the system's cache" if dropped else "")
-        + ". Times faster: reading again against warm map, head and tail. Tokens per second and "
-        "peak memory: reading again / mapping; memory is what they add to models and mapper. What "
-        "the source took to read is not counted: it has been read when one switches."
+        + ". Times faster: re-prefill against warm map and native tokens. Tokens per second and "
+        "peak memory: re-prefill / mapping; memory is what they add to models and mapper. The "
+        "source's prefill is not counted: it is done before the switch."
     )
     return [
         Heading("Speed"),
         Text(_even_line(results)),
         Picture(
             "speed",
-            "Seconds until the target can go on.",
-            "Log-log plot of seconds against tokens for reading again and for the hand-off.",
+            "Seconds until the target can generate.",
+            "Log-log plot of seconds against tokens for re-prefill and for the hand-off.",
         ),
         Table(columns, table),
         Text(note),
@@ -329,7 +343,7 @@ def _even_line(results: dict[str, Any]) -> str:
         if even is None:
             continue
         if even["tokens"] is None:
-            parts.append(f"With {words} the hand-off is not faster at any measured length.")
+            parts.append(f"With {words} the hand-off is not faster at the longest measured length.")
         elif even["is"] == "at most":
             parts.append(
                 f"With {words} the hand-off is faster at every measured length, from "
@@ -342,22 +356,22 @@ def _even_line(results: dict[str, Any]) -> str:
     policy = results["policy"]
     if (policy["head"], policy["tail"]) != arms.PLAIN:
         ends = f"{policy['head']} + {policy['tail']}"
-        parts.append(f"Head and tail of the advised policy ({ends}) are counted.")
+        parts.append(f"The recommended native tokens ({ends}) are counted.")
     return " ".join(parts)
 
 
 def _policy_line(results: dict[str, Any]) -> str:
     policy = results["policy"]
     if (policy["head"], policy["tail"]) == arms.PLAIN:
-        advice = "Advised: none but the last token, which the target always reads itself."
+        advice = "Recommended: none but the last token, which the target always reads itself."
     else:
         advice = (
-            f"Advised: the target reads the first {policy['head']} and the last {policy['tail']} "
-            "tokens itself."
+            f"Recommended: the target reads the first {policy['head']} and the last "
+            f"{policy['tail']} tokens itself."
         )
     return (
-        f"{advice} A pair of lengths is worth its time if it removes the gap faster than reading "
-        "everything does, "
+        f"{advice} A pair of lengths is recommended if it removes more of the gap per second than "
+        "re-prefill, "
         f"which takes {_seconds(policy['prefill_seconds'])} against "
         f"{_seconds(policy['map_seconds'])} for mapping."
     )
@@ -376,13 +390,13 @@ def _policy_table(results: dict[str, Any]) -> Table:
                 "" if plain else _number(gain[0], "{:+.4f}"),
                 "" if plain or gain[1] is None else f"{gain[1]:+.4f} to {gain[2]:+.4f}",
                 _seconds(c["seconds"]),
-                "may be noise" if c["value"] is None else f"{c['value']:+.4f}",
+                "not significant" if c["value"] is None else f"{c['value']:+.4f}",
             )
         )
         if (c["head"], c["tail"]) == (policy["head"], policy["tail"]):
             strong.add(i)
     return Table(
-        ("head + tail", "gap", "gain", "95 % interval", "extra time", "gain over the line"),
+        ("start + end", "gap", "gain", "95 % interval", "extra time", "gain over the line"),
         tuple(rows),
         frozenset(strong),
     )
@@ -475,111 +489,3 @@ def _md_table(
         "| " + " | ".join(marks) + " |",
         *("| " + " | ".join(row) + " |" for row in shown),
     ]
-
-
-# --------------------------------------------------------------------- HTML
-
-_STYLE = """
-:root { color-scheme: light; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f8fafc; color: #1f2937;
-  font: 15px/1.55 -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
-main { max-width: 880px; margin: 0 auto; padding: 36px 24px 64px; }
-h1 { font-size: 26px; line-height: 1.25; margin: 0 0 10px; overflow-wrap: anywhere; }
-h2 { font-size: 18px; margin: 40px 0 8px; }
-.badge { display: inline-block; padding: 4px 14px; border-radius: 999px; font-weight: 600; }
-.good { background: #dcfce7; color: #14532d; }
-.fair { background: #fef3c7; color: #78350f; }
-.bad { background: #fee2e2; color: #7f1d1d; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 10px;
-  margin: 22px 0; }
-.tile { background: #fff; border: 1px solid #e5e7eb; border-radius: 10px; padding: 12px 14px; }
-.tile b { display: block; font-size: 21px; line-height: 1.2; white-space: nowrap; }
-.tile span { display: block; font-size: 12.5px; color: #4b5563; }
-.tile small { display: block; font-size: 11.5px; color: #6b7280; margin-top: 4px; }
-ul { padding-left: 20px; } li { margin: 3px 0; }
-figure { margin: 16px 0; background: #fff; border: 1px solid #e5e7eb; border-radius: 10px;
-  padding: 12px; }
-figure img { display: block; width: 100%; height: auto; }
-figcaption { font-size: 13px; color: #4b5563; margin-top: 8px; }
-.scroll { overflow-x: auto; margin: 14px 0; }
-table { border-collapse: collapse; width: 100%; background: #fff; font-size: 13px;
-  font-variant-numeric: tabular-nums; }
-th, td { padding: 6px 10px; border-bottom: 1px solid #e5e7eb; text-align: right;
-  white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-table.facts td { white-space: normal; text-align: left; overflow-wrap: anywhere; }
-table.facts td:first-child { white-space: nowrap; color: #4b5563; vertical-align: top; }
-th { color: #4b5563; font-weight: 600; background: #f9fafb; }
-tr.strong td { font-weight: 600; background: #eff6ff; }
-footer { margin-top: 40px; font-size: 12.5px; color: #6b7280; }
-"""
-
-
-def to_html(report: Report) -> str:
-    """The report as one HTML file that needs nothing else."""
-    kind = {SHIP: "good", DO_NOT_SHIP: "bad"}.get(report.verdict, "fair")
-    body = [
-        f"<h1>{html.escape(report.title)}</h1>",
-        f'<p><span class="badge {kind}">{html.escape(report.verdict)}</span></p>',
-        *(_html_block(block, report.figures) for block in report.blocks),
-    ]
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{html.escape(report.title)}: {html.escape(report.verdict)}</title>",
-            f"<style>{_STYLE}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            *body,
-            "<footer>Written by <code>kvgraft eval</code>. What the words and rules mean: "
-            "docs/quality.md of kvgraft.</footer>",
-            "</main>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
-
-
-def _html_block(block: Block, figures: dict[str, str]) -> str:
-    if isinstance(block, Heading):
-        return f"<h2>{html.escape(block.text)}</h2>"
-    if isinstance(block, Text):
-        return f"<p>{html.escape(block.text)}</p>"
-    if isinstance(block, Bullets):
-        return "<ul>" + "".join(f"<li>{html.escape(i)}</li>" for i in block.items) + "</ul>"
-    if isinstance(block, Tiles):
-        tiles = [
-            f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(label)}</span>'
-            f"<small>{html.escape(remark)}</small></div>"
-            for label, value, remark in block.items
-        ]
-        return f'<div class="tiles">{"".join(tiles)}</div>'
-    if isinstance(block, Table):
-        return _html_table(block)
-    data = base64.b64encode(figures[block.name].encode()).decode("ascii")
-    return (
-        f'<figure><img alt="{html.escape(block.alt)}" src="data:image/svg+xml;base64,{data}">'
-        f"<figcaption>{html.escape(block.caption)}</figcaption></figure>"
-    )
-
-
-def _html_table(table: Table) -> str:
-    def row(cells: Sequence[str], tag: str, mark: str = "") -> str:
-        inner = "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells)
-        return f"<tr{mark}>{inner}</tr>"
-
-    named = any(table.columns)
-    head = f"<thead>{row(table.columns, 'th')}</thead>" if named else ""
-    rows = "".join(
-        row(cells, "td", ' class="strong"' if i in table.strong else "")
-        for i, cells in enumerate(table.rows)
-    )
-    kind = "" if named else ' class="facts"'
-    return f'<div class="scroll"><table{kind}>{head}<tbody>{rows}</tbody></table></div>'

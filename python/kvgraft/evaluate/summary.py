@@ -24,7 +24,14 @@ from kvgraft.mapper.config import plain
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.ops import env
 
-__all__ = ["RESULTS_VERSION", "machine", "stored_quality", "summarise", "verdict_of"]
+__all__ = [
+    "RESULTS_VERSION",
+    "machine",
+    "recommended_arm",
+    "stored_quality",
+    "summarise",
+    "verdict_of",
+]
 
 RESULTS_VERSION = 1
 
@@ -82,6 +89,12 @@ def summarise(mapper: Mapper, measured: Measurements) -> dict[str, Any]:
     }
     out: dict[str, Any] = plain(result, "results")
     return out
+
+
+def recommended_arm(results: dict[str, Any]) -> str | None:
+    """The arm with the recommended native tokens; ``None`` if that is the plain hand-off."""
+    name = arms.with_ends(results["policy"]["head"], results["policy"]["tail"])
+    return name if name != arms.MAPPED and name in results["arms"] else None
 
 
 def stored_quality(results: dict[str, Any]) -> dict[str, Any]:
