@@ -23,7 +23,7 @@ import numpy as np
 from kvgraft.demo.data import bundled
 from kvgraft.fit import Moments, MomentSet, read_text
 from kvgraft.fit.capture import FeatureExtractor, capture, row_positions
-from kvgraft.fit.moments import Columns, LayerRows
+from kvgraft.fit.features import Columns, FeatureRows
 from kvgraft.fit.ridge import solve_ridge
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import LoadedModel, load_model
@@ -32,7 +32,7 @@ from kvgraft.models.probe import read_geometry
 CHUNK = 1000
 
 
-def captured(model: LoadedModel, tokens: np.ndarray) -> tuple[ModelGeometry, LayerRows]:
+def captured(model: LoadedModel, tokens: np.ndarray) -> tuple[ModelGeometry, FeatureRows]:
     """Features of all rows of some sequences."""
     if mx.default_device() == mx.Device(mx.cpu):
         model.model.set_dtype(mx.float32)
@@ -47,7 +47,7 @@ def captured(model: LoadedModel, tokens: np.ndarray) -> tuple[ModelGeometry, Lay
         ]
         for kind in ("keys", "values")
     ]
-    return geometry, LayerRows(*sides)
+    return geometry, FeatureRows(*sides)
 
 
 def flat(layers: Sequence[np.ndarray]) -> np.ndarray:
@@ -61,8 +61,8 @@ def some(geometry: ModelGeometry, layers: Sequence[int]) -> ModelGeometry:
 
 def compare(
     kind: str,
-    source: tuple[ModelGeometry, LayerRows],
-    target: tuple[ModelGeometry, LayerRows],
+    source: tuple[ModelGeometry, FeatureRows],
+    target: tuple[ModelGeometry, FeatureRows],
     k: int,
     rows: int,
     ridge: float,
@@ -94,7 +94,7 @@ def compare(
             for start, heads, dim in zip(columns.starts, columns.heads, columns.dims):
                 block = part[:, start : start + heads * dim].reshape(CHUNK, heads, dim)
                 layers.append(np.ascontiguousarray(block.swapaxes(0, 1)))
-            sides.append(LayerRows(layers, layers))
+            sides.append(FeatureRows(layers, layers))
         begun = time.perf_counter()
         moments.add(*sides)
         seconds += time.perf_counter() - begun
@@ -103,7 +103,7 @@ def compare(
     xy -= np.outer(total[:n], total[n:]) / count
     view, every = MomentSet(moments), range(len(picked))
     got, report = solve_ridge(
-        view.xx(kind, every, None), view.xy(kind, every, None, 0, None), ridge
+        view.xx(kind, every, None), view.xy(kind, every, None, [0], None), ridge
     )
     want, _ = solve_ridge(xx, xy, ridge)
     return {

@@ -36,8 +36,8 @@ from kvgraft.demo.data import bundled
 from kvgraft.errors import FitError
 from kvgraft.fit import (
     CalibrationText,
+    FeatureRows,
     FitConfig,
-    LayerRows,
     LayerScores,
     Moments,
     MomentSet,
@@ -49,7 +49,7 @@ from kvgraft.fit import (
 )
 from kvgraft.fit.capture import CachedRows, FeatureExtractor, capture, row_positions
 from kvgraft.fit.checkpoint import FitCheckpoint
-from kvgraft.fit.moments import common_heads
+from kvgraft.fit.features import common_heads
 from kvgraft.fit.search import Documents, read_documents, score, with_own
 from kvgraft.fit.token_weights import row_weights
 from kvgraft.fit.tune import tune
@@ -296,7 +296,7 @@ class Pair:
 
     def _features(
         self, config: FitConfig, *, heldout: bool
-    ) -> Iterator[tuple[LayerRows, LayerRows, dict[str, NDArray[np.float64]] | None]]:
+    ) -> Iterator[tuple[FeatureRows, FeatureRows, dict[str, NDArray[np.float64]] | None]]:
         reading, skip = self.reading, config.skip
         strips = [
             FeatureExtractor(reading.geometry(side), reading.positions, SIDES[side])
@@ -305,12 +305,12 @@ class Pair:
         for i in np.flatnonzero(reading.text.heldout == heldout):
             rows = [reading.rows(f"text_{SIDES[side]}", int(i)) for side in self.sides]
             features = [
-                LayerRows([x[:, skip:] for x in f.keys], [x[:, skip:] for x in f.values])
+                FeatureRows([x[:, skip:] for x in f.keys], [x[:, skip:] for x in f.values])
                 for f in (strip(r) for strip, r in zip(strips, rows, strict=True))
             ]
             if self._together:
                 both = [*features[0].keys, *features[0].values]
-                features[0] = LayerRows(both, both)
+                features[0] = FeatureRows(both, both)
             weights = None
             if config.token_weights == "attention" and not heldout:
                 seen = rows[1].sensitivity

@@ -20,8 +20,8 @@ import scipy.linalg
 from numpy.typing import NDArray
 
 from kvgraft.fit import FitConfig, MomentSet
+from kvgraft.fit.features import Columns
 from kvgraft.fit.layer_ranking import allowed_sources
-from kvgraft.fit.moments import Columns
 from kvgraft.fit.solve import best_lambda, heldout_scores, mean_scores, store_weight
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap
@@ -57,14 +57,14 @@ def add_low_rank(
                 parts[kind] = part
                 total += part.n_parameters
                 continue
-            n_others = len(fit.means(kind, others, None, m.target_layer, None)[0])
+            n_others = len(fit.means(kind, others, None, [m.target_layer], None)[0])
             spare = (int(wanted.k) - len(part.sources)) * width // len(part.sources)
             rank = max(1, min(heads * dim, spare * heads * dim // (n_others + heads * dim)))
             own = config.penalty(fit.count(kind))
             ridge = best_lambda(fit, heldout, config, kind, m.target_layer, others)
             weights = _solve(fit, kind, m.target_layer, part.sources, others, rank, own, ridge)
             sources = tuple(sorted((*part.sources, *others)))
-            means = fit.means(kind, sources, None, m.target_layer, None)
+            means = fit.means(kind, sources, None, [m.target_layer], None)
             dense = np.stack(np.split(weights, heads, axis=1))
             stored = store_weight(dense, replace(config, weight_format="float32"), kind)
             bias = (means[1] - means[0] @ weights).reshape(heads, dim)
@@ -90,7 +90,7 @@ def _solve(
     """``[features of chosen and others, ascending, features of target]`` weights."""
     layers = sorted((*chosen, *others))
     xx = fit.xx(kind, layers, None)
-    xy = fit.xy(kind, layers, None, target, None)
+    xy = fit.xy(kind, layers, None, [target], None)
     columns = Columns.of(fit.source, kind).only(layers)
     mine = np.concatenate(
         [np.full(w, i in chosen) for i, w in zip(layers, columns.widths, strict=True)]

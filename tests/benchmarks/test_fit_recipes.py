@@ -77,7 +77,7 @@ def test_a_low_rank_map_of_full_rank_is_the_map_of_all_layers(recipes):
     moments.add(x, y)
     fit = MomentSet(moments)
     want, _ = solve_ridge(
-        fit.xx("keys", (0, 1, 2), None), fit.xy("keys", (0, 1, 2), None, 0, None), 0.5
+        fit.xx("keys", (0, 1, 2), None), fit.xy("keys", (0, 1, 2), None, [0], None), 0.5
     )
     got = low_rank._solve(fit, "keys", 0, (1,), [0, 2], 8, 0.5, 0.5)
     assert np.abs(got - want).max() < 1e-8

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from kvgraft.errors import FitError, FormatError, TruncatedFileError, VersionError
 from kvgraft.files import float_arrays as tensor_files
-from kvgraft.fit import LayerRows, Moments, MomentSet
+from kvgraft.fit import FeatureRows, Moments, MomentSet
 from kvgraft.models.geometry import ModelGeometry
 
 ROWS = 301
@@ -30,13 +30,15 @@ def everything(moments: Moments, kind: str, heads=None, target_heads=None):
     layers = range(len(moments.source.layers))
     out = [np.array(view.count(kind)), view.xx(kind, layers, heads)]
     for t in moments.targets:
-        out += [view.xy(kind, layers, heads, t, target_heads)]
-        out += [view.yy(kind, heads, t, target_heads)]
-        out += view.means(kind, layers, heads, t, target_heads)
+        out += [view.xy(kind, layers, heads, [t], target_heads)]
+        out += [view.yy(kind, heads, [t], target_heads)]
+        out += view.means(kind, layers, heads, [t], target_heads)
     return out
 
 
-def expected(source: LayerRows, target: LayerRows, kind: str, heads, target_heads, weights=None):
+def expected(
+    source: FeatureRows, target: FeatureRows, kind: str, heads, target_heads, weights=None
+):
     x = side_by_side(source.of(kind), heads)
     w = np.ones(len(x)) if weights is None else weights
     x_mean = np.average(x, axis=0, weights=w)
@@ -89,10 +91,10 @@ def test_head_structure_holds_the_same_numbers(head):
     full = gathered(source_geo, target_geo, source, target)
     assert_close(everything(full, "keys", (head,), (head,)), want)
     assert local.nbytes < 0.6 * full.nbytes
-    with pytest.raises(FitError, match="plan 'local' only"):
+    with pytest.raises(FitError, match="head_mapping='local' only"):
         MomentSet(local).xx("keys", (0,), None)
     with pytest.raises(FitError, match="same head of the target"):
-        MomentSet(local).xy("keys", (0,), (0,), 0, (1,))
+        MomentSet(local).xy("keys", (0,), (0,), [0], (1,))
 
 
 def test_parts_by_kind_head_and_target_serve_like_one():
@@ -118,8 +120,8 @@ def test_parts_by_kind_head_and_target_serve_like_one():
     for kind in ("keys", "values"):
         for h in ((0,), (1,)):
             for t in (0, 1):
-                a = whole.xy(kind, (1, 2), h, t, h), whole.yy(kind, h, t, h)
-                b = parts.xy(kind, (1, 2), h, t, h), parts.yy(kind, h, t, h)
+                a = whole.xy(kind, (1, 2), h, [t], h), whole.yy(kind, h, [t], h)
+                b = parts.xy(kind, (1, 2), h, [t], h), parts.yy(kind, h, [t], h)
                 assert_close(b, a, 1e-6)
 
 
@@ -144,7 +146,7 @@ def test_effective_count():
     weights = np.array([1.0, 1.0, 2.0, 0.0])
     got = gathered(source_geo, target_geo, source, target, weights=weights)
     assert got.effective_count("keys") == pytest.approx(16 / 6)
-    assert got.count == 4
+    assert got.count("keys") == 4
 
 
 @pytest.mark.parametrize("structure", ["full", "heads"])
@@ -253,7 +255,7 @@ def test_peak_memory_does_not_grow_with_the_text():
         moments.flush()
         top = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert moments.count == 32 * sequences
+        assert moments.count("keys") == 32 * sequences
         return top
 
     few, many = peak(4), peak(40)

@@ -20,7 +20,7 @@ from fit_problems import (
 )
 
 from kvgraft.errors import FitError
-from kvgraft.fit import FitConfig, LayerRows, score_layers, solve_mapper
+from kvgraft.fit import FeatureRows, FitConfig, MomentSet, score_layers, solve_mapper
 from kvgraft.fit.layer_ranking import allowed_sources, choose_layers
 from kvgraft.fit.ridge import solve_ridge
 from kvgraft.fit.solve import even_groups, head_plan
@@ -49,7 +49,7 @@ def problem(source_geo, target_geo, *, rows=ROWS, error=0.3, local=False, seed=1
     return source, linear(source, target_geo, sources, rng, error=error, local=local)
 
 
-def features_of(m, source: LayerRows, kind: str, head: int) -> np.ndarray:
+def features_of(m, source: FeatureRows, kind: str, head: int) -> np.ndarray:
     group = None if m.heads is None else m.heads[head]
     return side_by_side([source.of(kind)[s] for s in m.sources], group)
 
@@ -168,7 +168,7 @@ def test_what_rounding_costs_is_against_the_unrounded_map(weights):
     source_geo, target_geo = geometry(3, 2, 32), geometry(2, 2, 16)
     source, target = problem(source_geo, target_geo)
     # Means far from zero, which the intercept takes up, are where the two differ.
-    source = LayerRows([x + 5.0 for x in source.keys], [x - 5.0 for x in source.values])
+    source = FeatureRows([x + 5.0 for x in source.keys], [x - 5.0 for x in source.values])
     fit, held = split(source_geo, target_geo, source, target)
     exact = solve_mapper(fit, held, EXACT)
     rounded = solve_mapper(fit, held, replace(EXACT, weight_format=weights, group_size=32))
@@ -182,7 +182,7 @@ def test_weights_beyond_float16_are_refused():
     source_geo, target_geo = geometry(1, 1, 4), geometry(1, 1, 4)
     rng = np.random.default_rng(0)
     source = noise(source_geo, 60, rng)
-    target = LayerRows([1e7 * x for x in source.keys], source.values)
+    target = FeatureRows([1e7 * x for x in source.keys], source.values)
     fit, held = split(source_geo, target_geo, source, target, held=10)
     with pytest.raises(FitError, match="layer 0, keys.*bfloat16"):
         solve_mapper(fit, held, FitConfig(k=1))
@@ -244,7 +244,7 @@ def test_lambda_by_held_out_score(plan):
     source = noise(source_geo, 260, rng)
     target = linear(source, target_geo, [[0, 1], [2, 3]], rng, error=1.0)
     louder = [v + 6.0 * rng.standard_normal(v.shape).astype(np.float32) for v in target.values]
-    fit, held = split(source_geo, target_geo, source, LayerRows(target.keys, louder), held=80)
+    fit, held = split(source_geo, target_geo, source, FeatureRows(target.keys, louder), held=80)
     config = replace(EXACT, k="all", head_mapping=plan)
     auto = solve_mapper(fit, held, replace(config, ridge_lambda="auto"))
     fixed = [solve_mapper(fit, held, replace(config, ridge_lambda=10.0**e)) for e in range(-3, 5)]
@@ -340,9 +340,7 @@ def test_heldout_rule_scores_other_text(pair):
 
 
 def score_layers_of(fit, held, rule):
-    from kvgraft.fit.solve import as_set
-
-    return score_layers(as_set(fit), None if held is None else as_set(held), rule=rule)
+    return score_layers(MomentSet.of(fit), MomentSet.of(held), rule=rule)
 
 
 def test_k_and_separate_layers():
@@ -351,7 +349,7 @@ def test_k_and_separate_layers():
     source = noise(source_geo, ROWS, rng)
     keys = linear(source, target_geo, [[0]], rng, error=0.1)
     values = linear(source, target_geo, [[3]], rng, error=0.5)
-    target = LayerRows(keys.keys, values.values)
+    target = FeatureRows(keys.keys, values.values)
     fit, held = split(source_geo, target_geo, source, target)
 
     def layer(**changes):

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvgraft.fit import LayerRows, Moments
+from kvgraft.fit import FeatureRows, Moments
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.rope import NO_ROPE
 
@@ -34,7 +34,9 @@ def geometry(
     )
 
 
-def noise(geo: ModelGeometry, rows: int, rng: np.random.Generator, mean: float = 3.0) -> LayerRows:
+def noise(
+    geo: ModelGeometry, rows: int, rng: np.random.Generator, mean: float = 3.0
+) -> FeatureRows:
     """Independent features with different sizes and means far from 0, as keys have."""
 
     def one(heads: int, dim: int) -> np.ndarray:
@@ -44,7 +46,7 @@ def noise(geo: ModelGeometry, rows: int, rng: np.random.Generator, mean: float =
         )
         return x.astype(np.float32)
 
-    return LayerRows(
+    return FeatureRows(
         [one(layer.n_kv_heads, layer.key_dim) for layer in geo.layers],
         [one(layer.n_kv_heads, layer.value_dim) for layer in geo.layers],
     )
@@ -60,14 +62,14 @@ def side_by_side(layers: Sequence[np.ndarray], heads: Sequence[int] | None = Non
 
 
 def linear(
-    source: LayerRows,
+    source: FeatureRows,
     target: ModelGeometry,
     sources: Sequence[Sequence[int]],
     rng: np.random.Generator,
     *,
     error: float = 0.0,
     local: bool = False,
-) -> LayerRows:
+) -> FeatureRows:
     """A target that is an affine function of some source layers, plus noise."""
 
     def one(layers: list[np.ndarray], heads: int, dim: int) -> np.ndarray:
@@ -86,19 +88,19 @@ def linear(
         values.append(
             one([source.values[s] for s in sources[t]], layer.n_kv_heads, layer.value_dim)
         )
-    return LayerRows(keys, values)
+    return FeatureRows(keys, values)
 
 
-def cut(rows: LayerRows, begin: int, end: int) -> LayerRows:
+def cut(rows: FeatureRows, begin: int, end: int) -> FeatureRows:
     """Some of the rows."""
-    return LayerRows([x[:, begin:end] for x in rows.keys], [x[:, begin:end] for x in rows.values])
+    return FeatureRows([x[:, begin:end] for x in rows.keys], [x[:, begin:end] for x in rows.values])
 
 
 def gathered(
     source_geo: ModelGeometry,
     target_geo: ModelGeometry,
-    source: LayerRows,
-    target: LayerRows,
+    source: FeatureRows,
+    target: FeatureRows,
     *,
     step: int = 37,
     weights: np.ndarray | None = None,

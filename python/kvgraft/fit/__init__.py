@@ -4,9 +4,11 @@ text → capture → moments → select and solve → :class:`kvgraft.Mapper`
 """
 
 from kvgraft.fit.config import FitConfig
+from kvgraft.fit.features import FeatureRows
 from kvgraft.fit.layer_ranking import LayerScores, score_layers
 from kvgraft.fit.memory_plan import FitMemoryPlan, plan_fit_memory
-from kvgraft.fit.moments import LayerRows, Moments, MomentSet
+from kvgraft.fit.moment_set import MomentSet
+from kvgraft.fit.moments import Moments
 from kvgraft.fit.pipeline import (
     Forecast,
     GatheredMoments,
@@ -21,11 +23,11 @@ from kvgraft.text.corpus import CalibrationText, TextSource, parse_source, read_
 
 __all__ = [
     "CalibrationText",
+    "FeatureRows",
     "FitConfig",
     "FitMemoryPlan",
     "Forecast",
     "GatheredMoments",
-    "LayerRows",
     "LayerScores",
     "MomentSet",
     "Moments",

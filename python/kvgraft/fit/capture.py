@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
-from kvgraft.fit.moments import LayerRows
+from kvgraft.fit.features import FeatureRows
 from kvgraft.fit.token_weights import recorded_sensitivities
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.rope import RopeTable, rotate_pairs
@@ -179,18 +179,18 @@ class FeatureExtractor:
         mx.async_eval([*stripped, *plain])  # type: ignore[no-untyped-call]
         return CachedRows(stripped, plain, rows.sensitivity)
 
-    def finish(self, rows: CachedRows) -> LayerRows:
+    def finish(self, rows: CachedRows) -> FeatureRows:
         """The features of rows that :meth:`start` returned.
 
         Raises:
             FitError: If the model produced NaN or infinity.
         """
-        return LayerRows(
+        return FeatureRows(
             [self._check(x, i, "keys") for i, x in enumerate(rows.keys)],
             [self._check(x, i, "values") for i, x in enumerate(rows.values)],
         )
 
-    def __call__(self, rows: CachedRows) -> LayerRows:
+    def __call__(self, rows: CachedRows) -> FeatureRows:
         """:meth:`start` and :meth:`finish` in one."""
         return self.finish(self.start(rows))
 

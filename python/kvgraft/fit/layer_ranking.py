@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
-from kvgraft.fit.moments import KINDS, MomentSet
+from kvgraft.fit.features import KINDS
+from kvgraft.fit.moment_set import MomentSet
 from kvgraft.fit.ridge import r_squared_by_head, residuals, solve_ridge
 from kvgraft.models.geometry import ModelGeometry
 
@@ -178,15 +179,15 @@ def _explained(
 ) -> Float64:
     """``[targets]`` R² of one source layer, averaged over the target heads."""
     where = (kind, (layer,), heads, targets, heads)
-    xy = fit.xy_of(*where)
+    xy = fit.xy(*where)
     weights, _ = solve_ridge(fit.xx(kind, (layer,), heads), xy, ridge)
     if test is fit:
         # With (X'X + λI) W = X'Y the squared error needs no product with X'X.
-        total = fit.yy_of(kind, heads, targets, heads)
+        total = fit.yy(kind, heads, targets, heads)
         error = total - np.einsum("ij,ij->j", weights, xy) - ridge * (weights**2).sum(axis=0)
         error = np.maximum(error, 0.0)
     else:
-        x_mean, y_mean = fit.means_of(*where)
+        x_mean, y_mean = fit.means(*where)
         error, total = residuals(test, *where, weights, y_mean - x_mean @ weights)
     out = []
     at = 0

@@ -13,7 +13,8 @@ from typing import Any
 
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
-from kvgraft.fit.moments import KINDS, Columns, Moments, common_heads
+from kvgraft.fit.features import KINDS, Columns, common_heads
+from kvgraft.fit.moments import Moments
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.option_names import named
 

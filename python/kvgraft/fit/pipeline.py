@@ -26,9 +26,11 @@ from kvgraft.fit.capture import CachedRows, FeatureExtractor, capture, row_posit
 from kvgraft.fit.checkpoint import FitCheckpoint
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.diagnostics import doubts
+from kvgraft.fit.features import KINDS, FeatureRows, common_heads
 from kvgraft.fit.layer_ranking import LayerScores, score_layers
 from kvgraft.fit.memory_plan import FitMemoryPlan, Part, plan_fit_memory, solve_bytes
-from kvgraft.fit.moments import KINDS, LayerRows, Moments, MomentSet, common_heads
+from kvgraft.fit.moment_set import MomentSet
+from kvgraft.fit.moments import Moments
 from kvgraft.fit.search import Documents, choose, read_documents, trace, with_own
 from kvgraft.fit.solve import heldout_scores, mean_scores, solve_mapper, storage_problem
 from kvgraft.fit.time_estimate import FitTime, estimate_time, measure_blas
@@ -684,7 +686,7 @@ def _identity(
     }
 
 
-_Sequence = tuple[int, LayerRows, LayerRows, dict[str, NDArray[np.float64]] | None]
+_Sequence = tuple[int, FeatureRows, FeatureRows, dict[str, NDArray[np.float64]] | None]
 """Place in a process's share, features of source and target, and row weights of one sequence."""
 
 

@@ -20,7 +20,7 @@ import scipy.linalg
 from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
-from kvgraft.fit.moments import MomentSet
+from kvgraft.fit.moment_set import MomentSet
 
 __all__ = [
     "Residuals",
@@ -191,10 +191,10 @@ class Residuals:
         target_heads: Sequence[int] | None,
     ) -> None:
         self._xx = moments.xx(kind, sources, heads)
-        self._xy = moments.xy_of(kind, sources, heads, targets, target_heads)
+        self._xy = moments.xy(kind, sources, heads, targets, target_heads)
         self._count = moments.count(kind)
-        self._means = moments.means_of(kind, sources, heads, targets, target_heads)
-        self.total = moments.yy_of(kind, heads, targets, target_heads)
+        self._means = moments.means(kind, sources, heads, targets, target_heads)
+        self.total = moments.yy(kind, heads, targets, target_heads)
 
     def __call__(self, weights: Float64, intercept: Float64) -> Float64:
         """``[m]`` sums of squared errors."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvgraft import cache as caches
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
-from kvgraft.fit.moments import common_heads
+from kvgraft.fit.features import common_heads
 from kvgraft.fit.solve import storage_problem
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.transfer import iter_transfer

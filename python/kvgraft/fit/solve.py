@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
+from kvgraft.fit.features import KINDS
 from kvgraft.fit.layer_ranking import LayerScores, choose_layers, score_layers
-from kvgraft.fit.moments import KINDS, Moments, MomentSet
+from kvgraft.fit.moment_set import MomentSet
+from kvgraft.fit.moments import Moments
 from kvgraft.fit.ridge import Residuals, r_squared_by_head, residuals, solve_ridge
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap
@@ -25,7 +27,6 @@ from kvgraft.option_names import named
 from kvgraft.progress import Progress
 
 __all__ = [
-    "as_set",
     "best_lambda",
     "even_groups",
     "head_plan",
@@ -138,11 +139,6 @@ def storage_problem(source: ModelGeometry, target: ModelGeometry, config: FitCon
     return None
 
 
-def as_set(moments: Moments | Sequence[Moments] | MomentSet) -> MomentSet:
-    """Moments from one pass or several, for reading."""
-    return moments if isinstance(moments, MomentSet) else MomentSet(moments)
-
-
 def solve_mapper(
     moments: Moments | Sequence[Moments] | MomentSet,
     heldout: Moments | Sequence[Moments] | MomentSet | None,
@@ -177,11 +173,11 @@ def solve_mapper(
         raise FitError(
             "Choosing k or the plan by loss needs the models; use fit_mapper, or give both here."
         )
-    fit = as_set(moments)
+    fit = MomentSet.of(moments)
     config, remarks = config.within(len(fit.source.layers))
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
-    test = None if heldout is None else as_set(heldout)
+    test = None if heldout is None else MomentSet.of(heldout)
     chosen = list(range(len(fit.target.layers)) if targets is None else targets)
     if not fit.count("keys") > 1:
         raise FitError("The moments hold no rows to fit on.")
@@ -345,8 +341,8 @@ def best_lambda(
     for group, heads in _systems(plan, n_heads).items():
         which = None if plan is None else heads
         xx = fit.xx(kind, sources, group)
-        xy = fit.xy(kind, sources, group, target_layer, which)
-        means = fit.means(kind, sources, group, target_layer, which)
+        xy = fit.xy(kind, sources, group, [target_layer], which)
+        means = fit.means(kind, sources, group, [target_layer], which)
         test = Residuals(heldout, kind, sources, group, [target_layer], which)
         systems.append((xx, xy, means, test, len(heads)))
     scale = float(np.mean([np.trace(xx) / len(xx) for xx, *_ in systems]))
@@ -400,7 +396,7 @@ def _solve_kind(
     condition, method = 0.0, "cholesky"
     for group, heads in systems.items():
         which = None if plan is None else heads
-        xy = fit.xy(kind, sources, group, target_layer, which)
+        xy = fit.xy(kind, sources, group, [target_layer], which)
         solved, report = solve_ridge(fit.xx(kind, sources, group), xy, ridge)
         if not np.isfinite(solved).all():
             raise FitError(
@@ -411,7 +407,7 @@ def _solve_kind(
         condition = max(condition, report.condition)
         method = report.method if report.method != "cholesky" else method
         # With (X'X + λI) W = X'Y the squared error needs no product with X'X.
-        total = fit.yy(kind, group, target_layer, which)
+        total = fit.yy(kind, group, [target_layer], which)
         error = total - np.einsum("ij,ij->j", solved, xy) - ridge * (solved**2).sum(axis=0)
         r2_fit[heads] = r_squared_by_head(np.maximum(error, 0.0), total, len(heads))
         for head, w in zip(heads, np.split(solved, len(heads), axis=1), strict=True):
@@ -425,7 +421,7 @@ def _solve_kind(
         bias = np.zeros((n_heads, of.shape[2]))
         for group, heads in systems.items():
             which = None if plan is None else heads
-            x_mean, y_mean = fit.means(kind, sources, group, target_layer, which)
+            x_mean, y_mean = fit.means(kind, sources, group, [target_layer], which)
             w = np.concatenate([of[head] for head in heads], axis=1)
             bias[heads] = (y_mean - x_mean @ w).reshape(len(heads), -1)
         return bias

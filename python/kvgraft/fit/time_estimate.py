@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvgraft.fit.config import FitConfig
+from kvgraft.fit.features import KINDS, Columns, common_heads
 from kvgraft.fit.memory_plan import FitMemoryPlan
-from kvgraft.fit.moments import KINDS, Columns, common_heads
 from kvgraft.fit.search import ks_to_try, plans_to_try
 from kvgraft.models.geometry import ModelGeometry
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.errors import FitError
-from kvgraft.fit.moments import KINDS
+from kvgraft.fit.features import KINDS
 from kvgraft.models.attention_hook import AttentionCall, attention_weights, capture_attention
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.option_names import named
