@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from kvgraft.cache.map import map_cache
-from kvgraft.evaluate.nll import run_arms
+from kvgraft.evaluate.arms import run_arms
 from kvgraft.fit import FitConfig, GatheredMoments, Moments, MomentSet, read_text
 from kvgraft.fit.capture import FeatureExtractor, capture, row_positions
 from kvgraft.mapper import artifact

@@ -9,7 +9,7 @@ import pytest
 from fit_problems import prose, tokenizer
 
 from kvgraft.errors import EvaluationError
-from kvgraft.evaluate.native_ends import choose_policy, search
+from kvgraft.evaluate.native_ends import choose_native_ends, search
 from kvgraft.evaluate.needle import DISTRACTORS, NeedleTask, is_right, make_tasks
 from kvgraft.evaluate.timing import break_even
 
@@ -18,8 +18,8 @@ NATIVE = np.linspace(2.0, 2.4, 12)
 
 def chosen(losses, seconds, map_seconds=1.0, prefill_seconds=11.0):
     found = {ends: NATIVE + gap for ends, gap in losses.items()}
-    best = choose_policy(search(found, NATIVE, seconds, map_seconds, prefill_seconds))
-    return best.head, best.tail
+    best = choose_native_ends(search(found, NATIVE, seconds, map_seconds, prefill_seconds))
+    return best.native_start, best.native_end
 
 
 def test_tokens_that_pay_more_than_reading_everything_are_taken():

@@ -10,7 +10,7 @@ from kvgraft.errors import FitError, KvgraftError
 
 if TYPE_CHECKING:
     from kvgraft.demo.run import Answer, Demo, Timing
-    from kvgraft.evaluate.nll import ArmResult
+    from kvgraft.evaluate.arms import ArmResult
     from kvgraft.mapper.mapper import Mapper, open_mapper
     from kvgraft.models.loading import LoadedModel
 
@@ -204,7 +204,7 @@ def _print_right(answers: list[Answer]) -> None:
 
 def _score(args: argparse.Namespace, demo: Demo, own: bool) -> None:
     from kvgraft.demo.data import documents, windows
-    from kvgraft.demo.run import verdict
+    from kvgraft.demo.run import conclusions
     from kvgraft.progress import bar
 
     count = args.documents or (4 if own else 8)
@@ -223,12 +223,12 @@ def _score(args: argparse.Namespace, demo: Demo, own: bool) -> None:
         arms = demo.score(chosen, args.prefix, progress)
     _print_arms(arms)
     print()
-    for line in verdict(arms):
+    for line in conclusions(arms):
         print(line)
 
 
 def _print_arms(arms: dict[str, ArmResult]) -> None:
-    from kvgraft.demo.run import MAPPED, NATIVE
+    from kvgraft.evaluate.arms import MAPPED, NATIVE
 
     for name, arm in arms.items():
         extra = ""

@@ -1,4 +1,4 @@
-"""What ships with the package: a pair of small models, their mapper and text."""
+"""The data of the demo: two small models, their mapper and text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvgraft.errors import FitError
+from kvgraft.errors import KvgraftError
 
 __all__ = ["Conversation", "bundled", "documents", "windows"]
 
@@ -18,10 +18,10 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Conversation:
-    """A text to hand over, and what to ask afterwards.
+    """A text whose cache is handed over, and questions about it.
 
     Attributes:
-        context: What the source reads.
+        context: The text that the source reads.
         questions: ``(question, expected answer or None)``; each is asked on its
             own, right after the context.
     """
@@ -41,13 +41,13 @@ def bundled(name: str) -> Path:
     """Path of a bundled part, such as ``models/large``, ``mapper`` or ``text/…``.
 
     Raises:
-        FitError: If this installation lacks it.
+        KvgraftError: If this installation lacks it.
     """
     path = _FOLDER / name
     if not path.exists():
-        raise FitError(
-            f"This installation lacks the demo's {name}. Reinstall kvgraft, or name models of "
-            "your own with --source and --target."
+        raise KvgraftError(
+            f"This installation lacks the demo's {name}. Reinstall kvgraft, or give your own "
+            "models with --source and --target."
         )
     return path
 
@@ -59,9 +59,9 @@ def documents(part: str) -> list[str]:
 
 
 def windows(texts: Sequence[str], tokenizer: Any, length: int, count: int) -> list[list[int]]:
-    """Up to ``count`` stretches of ``length`` tokens, one from each text that is long enough.
+    """Up to ``count`` token sequences of ``length`` tokens, one from each text that is long enough.
 
-    Where too few texts are long enough, the rest are joined and cut.
+    If too few texts are long enough, the shorter ones are joined and cut.
     """
     out: list[list[int]] = []
     left_over: list[int] = []

@@ -12,24 +12,16 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from kvgraft.cache.map import map_cache
-from kvgraft.errors import FitError
-from kvgraft.evaluate.nll import ArmResult, run_arms
+from kvgraft.errors import EvaluationError
+from kvgraft.evaluate.arms import ALONE, MAPPED, NATIVE, NONE, ArmResult, run_arms
+from kvgraft.evaluate.metrics import share_kept
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.forward import prefill
 from kvgraft.models.loading import LoadedModel
 from kvgraft.models.probe import read_geometry
 from kvgraft.progress import Progress
 
-__all__ = [
-    "MAPPED",
-    "NATIVE",
-    "NO_CONTEXT",
-    "SOURCE_ALONE",
-    "Answer",
-    "Demo",
-    "Timing",
-    "verdict",
-]
+__all__ = ["Answer", "Demo", "Timing", "conclusions"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +42,13 @@ class Timing:
 
     @property
     def ratio(self) -> float:
-        """How many times the mapping is faster than reading again."""
+        """How many times faster mapping is than re-prefill."""
         return self.target_prefill / self.mapping
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How the conversation goes on, by arm, after one more question."""
+    """How each arm answers one question after the conversation."""
 
     question: str
     expected: str | None
@@ -68,18 +60,12 @@ class Answer:
         return self.expected is not None and self.expected in line
 
 
-SOURCE_ALONE = "source alone"
-NATIVE = "target, its own cache"
-MAPPED = "target, mapped cache"
-NO_CONTEXT = "target, no context"
-
-
 class Demo:
-    """Two models and a mapper, ready to be shown.
+    """Two models and a mapper, loaded.
 
     Args:
-        source: The model that reads the conversation.
-        target: The model that goes on with it.
+        source: The model whose cache is mapped.
+        target: The model that continues from the mapped cache.
         mapper: Mapper from source to target.
     """
 
@@ -88,7 +74,7 @@ class Demo:
         self.target_geometry = read_geometry(target.model)
 
     def graft(self, source_cache: Sequence[Any]) -> list[Any]:
-        """Map a cache of the source, keeping the weights for the next time."""
+        """Map a cache of the source, keeping the mapper's weights in memory."""
         return map_cache(
             source_cache,
             self.mapper,
@@ -98,7 +84,7 @@ class Demo:
         )
 
     def time_switch(self, tokens: Sequence[int], repeats: int) -> Timing:
-        """Time reading, mapping and reading again; one warm-up run of each is left out."""
+        """Time both prefills and the map; one warm-up run of each is not counted."""
         source_seconds, source_cache = _median_time(
             lambda: prefill(self.source.model, tokens), repeats
         )
@@ -125,13 +111,13 @@ class Demo:
         caches: dict[str, tuple[LoadedModel, list[Any] | None]] = {
             # Mapped before the source's own reply writes into the same cache.
             MAPPED: (self.target, self.graft(source_cache)),
-            SOURCE_ALONE: (self.source, source_cache),
+            ALONE: (self.source, source_cache),
             NATIVE: (self.target, prefill(self.target.model, held)),
-            NO_CONTEXT: (self.target, None),
+            NONE: (self.target, None),
         }
         replies = {
             name: self._reply(*caches[name], unread, max_tokens)
-            for name in (SOURCE_ALONE, NATIVE, MAPPED, NO_CONTEXT)
+            for name in (ALONE, NATIVE, MAPPED, NONE)
         }
         return Answer(question, expected, replies)
 
@@ -154,12 +140,12 @@ class Demo:
 
         arms: dict[str, tuple[Any, Callable[[Sequence[int]], list[Any] | None]]] = {
             MAPPED: (self.target.model, lambda t: self.graft(by_source(t))),
-            SOURCE_ALONE: (self.source.model, by_source),
+            ALONE: (self.source.model, by_source),
             NATIVE: (self.target.model, lambda t: prefill(self.target.model, t)),
-            NO_CONTEXT: (self.target.model, lambda t: None),
+            NONE: (self.target.model, lambda t: None),
         }
         results = run_arms(arms, documents, prefix, progress)
-        return {name: results[name] for name in (SOURCE_ALONE, NATIVE, MAPPED, NO_CONTEXT)}
+        return {name: results[name] for name in (ALONE, NATIVE, MAPPED, NONE)}
 
     def _reply(
         self, loaded: LoadedModel, cache: list[Any] | None, question: Sequence[int], limit: int
@@ -178,7 +164,7 @@ class Demo:
 def _median_time(work: Callable[[], list[Any]], repeats: int) -> tuple[float, list[Any]]:
     """Median seconds of ``repeats`` runs after one that is not counted, and the last result."""
     if repeats < 1:
-        raise FitError("Timing needs at least one run.")
+        raise EvaluationError("Timing needs at least one run.")
     work()
     seconds = []
     result: list[Any] = []
@@ -189,26 +175,25 @@ def _median_time(work: Callable[[], list[Any]], repeats: int) -> tuple[float, li
     return statistics.median(seconds), result
 
 
-def verdict(arms: dict[str, ArmResult]) -> list[str]:
-    """What the numbers mean for a user, one sentence each; the bad news too."""
-    native, mapped, none = arms[NATIVE], arms[MAPPED], arms[NO_CONTEXT]
-    worth = none.nll - native.nll
+def conclusions(arms: dict[str, ArmResult]) -> list[str]:
+    """What the losses mean, one sentence each.
+
+    Args:
+        arms: What :meth:`Demo.score` returned.
+    """
+    native, mapped, none = arms[NATIVE], arms[MAPPED], arms[NONE]
+    kept = share_kept(none.nll - mapped.nll, none.nll - native.nll)
     lines = []
-    if worth <= 0:
-        lines.append("The context does not help the target on this text; nothing can be said.")
+    if kept is None:
+        lines.append("The context does not help the target on this text: nothing can be concluded.")
     else:
-        kept = (none.nll - mapped.nll) / worth
-        lines.append(
-            f"The mapped cache keeps {100 * kept:.0f} % of what the context is worth to the target."
-        )
+        lines.append(f"The mapped cache keeps {100 * kept:.0f} % of the context's benefit.")
         if kept <= 0:
-            lines.append("It is worse than no context at all: read the text again instead.")
-    if arms[SOURCE_ALONE].nll < mapped.nll:
+            lines.append("It is worse than no context: re-prefill instead.")
+    if arms[ALONE].nll < mapped.nll:
         lines.append(
             "The source alone predicts this text better than the target does from the mapped "
             "cache: switch to save memory or time, not for better text."
         )
-    lines.append(
-        "A mapped cache is an approximation. Where exact recall matters, read the text again."
-    )
+    lines.append("A mapped cache is an approximation. Where exact recall matters, re-prefill.")
     return lines

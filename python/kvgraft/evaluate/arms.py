@@ -1,27 +1,31 @@
 """The caches that are compared: native, mapped, and the controls.
 
-Every arm is the same target reading the same tokens; only what it is told about
-the tokens before differs. A mapped cache is worth something if it does better
-than the caches that should be worth nothing: none, another document's, a random
-map's.
+Every arm is the same target reading the same tokens; only the cache of the tokens before
+differs. A useful map does better than the controls: no cache, another document's, and a
+random map's. (Heo et al., arXiv:2608.03893, perplexity protocol.)
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from kvgraft import cache as caches
+from kvgraft.errors import EvaluationError
 from kvgraft.evaluate.checkpoint import SourceLayers
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.transfer import iter_transfer
+from kvgraft.models.forward import continuation_nll, extend_cache
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.ops.quantized import Weight, dequantize
+from kvgraft.progress import Progress
 
 __all__ = [
     "ALONE",
@@ -32,6 +36,7 @@ __all__ = [
     "RANDOM",
     "RAW",
     "WRONG",
+    "ArmResult",
     "Pairs",
     "assemble",
     "copy_of",
@@ -39,6 +44,7 @@ __all__ = [
     "random_mapper",
     "raw_layers",
     "raw_pairs",
+    "run_arms",
     "short_name",
     "timed_extend",
     "with_ends",
@@ -53,23 +59,88 @@ RAW = "target, source's cache as it is"
 ALONE = "source alone"
 
 PLAIN = (0, 1)
-"""Native tokens at start and end of a hand-off without more: only the last one."""
+"""Native start and end of the plain hand-off: only the last token is native."""
 
 Pairs = list[tuple[mx.array, mx.array]]
 """``(keys, values)`` per layer, ``[B, H, N, D]``, keys with RoPE."""
 
 
-def with_ends(head: int, tail: int) -> str:
-    """Name of the arm with the first ``head`` and the last ``tail`` tokens native.
-
-    The last token always is.
-    """
-    return MAPPED if (head, tail) == PLAIN else f"{MAPPED}, {head} head + {tail} tail native"
+def with_ends(native_start: int, native_end: int) -> str:
+    """Name of the arm with the first and the last tokens native, the very last included."""
+    if (native_start, native_end) == PLAIN:
+        return MAPPED
+    return f"{MAPPED}, {native_start} head + {native_end} tail native"
 
 
 def short_name(name: str) -> str:
     """An arm's name without what all of them share."""
     return name.removeprefix("target, ").replace("mapped cache, ", "mapped, ")
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """Loss of one arm over all documents.
+
+    Attributes:
+        name: The arm.
+        per_document: Mean NLL in nats per token, one per document.
+        n_tokens: Scored tokens in all.
+    """
+
+    name: str
+    per_document: tuple[float, ...]
+    n_tokens: int
+
+    @property
+    def nll(self) -> float:
+        """Mean over documents, nats per token."""
+        return float(np.mean(self.per_document))
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(nll)``."""
+        return math.exp(self.nll)
+
+    def gap(self, other: ArmResult) -> tuple[float, float]:
+        """Mean and standard error of this arm's NLL minus ``other``'s, paired by document."""
+        d = np.array(self.per_document) - np.array(other.per_document)
+        return float(d.mean()), float(d.std(ddof=1) / math.sqrt(len(d))) if len(d) > 1 else 0.0
+
+
+def run_arms(
+    arms: dict[str, tuple[Any, Callable[[Sequence[int]], list[Any] | None]]],
+    documents: Sequence[Sequence[int]],
+    prefix: int,
+    progress: Progress | None = None,
+) -> dict[str, ArmResult]:
+    """Score every arm on the same tokens of the same documents.
+
+    Args:
+        arms: ``{name: (model, make_cache)}``; ``make_cache`` gets the first ``prefix - 1``
+            tokens of a document (the last token of the prefix is always read by the model
+            itself, as in a hand-off) and returns a prompt cache of them, or ``None``.
+        documents: Token ids, each longer than ``prefix``.
+        prefix: Tokens before the scored part.
+        progress: Called with documents done and in all.
+
+    Raises:
+        EvaluationError: If there are no documents or one is too short.
+    """
+    if not documents or prefix < 2:
+        raise EvaluationError("Give at least one document and a prefix of two tokens or more.")
+    short = min(len(d) for d in documents)
+    if short <= prefix:
+        raise EvaluationError(f"A document has {short} tokens; the prefix alone takes {prefix}.")
+    losses: dict[str, list[float]] = {name: [] for name in arms}
+    scored = 0
+    for i, tokens in enumerate(documents):
+        for name, (model, make_cache) in arms.items():
+            cache = make_cache(tokens[: prefix - 1])
+            losses[name].append(float(continuation_nll(model, cache, tokens[prefix - 1 :]).mean()))
+        scored += len(tokens) - prefix
+        if progress is not None:
+            progress(i + 1, len(documents))
+    return {name: ArmResult(name, tuple(v), scored) for name, v in losses.items()}
 
 
 def copy_of(cache: Sequence[Any]) -> Pairs:
@@ -95,13 +166,17 @@ def map_pairs(source: SourceLayers, mapper: Mapper, geometry: ModelGeometry, kee
     return pairs
 
 
-def assemble(geometry: ModelGeometry, native: Pairs, mapped: Pairs, head: int, end: int) -> Any:
-    """A cache of ``end`` tokens, of which the first ``head`` are native.
+def assemble(
+    geometry: ModelGeometry, native: Pairs, mapped: Pairs, native_start: int, end: int
+) -> list[Any]:
+    """A cache of ``end`` tokens, of which the first ``native_start`` are native.
 
-    Those are exact: by causality no token's keys depend on what follows it.
+    Those are exact: by causality no token's keys depend on what follows it. Both caches are
+    given, so that one map and one prefill serve all lengths that are compared.
     """
+    at = native_start
     joined = [
-        (mx.concatenate([a[:, :, :head], b[:, :, head:end]], axis=2) if head else b[:, :, :end])
+        (mx.concatenate([a[:, :, :at], b[:, :, at:end]], axis=2) if at else b[:, :, :end])
         for pair_a, pair_b in zip(native, mapped, strict=True)
         for a, b in zip(pair_a, pair_b, strict=True)
     ]
@@ -109,12 +184,11 @@ def assemble(geometry: ModelGeometry, native: Pairs, mapped: Pairs, head: int, e
 
 
 def timed_extend(model: Any, cache: list[Any], tokens: Sequence[int]) -> float:
-    """Let the target read tokens on top of a cache; the seconds it took."""
+    """Extend a cache in one forward pass, in place; the seconds it took."""
     if not tokens:
         return 0.0
     start = time.perf_counter()
-    model(mx.array([list(tokens)]), cache=cache)
-    mx.eval([(entry.keys, entry.values) for entry in cache])
+    extend_cache(model, tokens, cache, step=len(tokens))
     return time.perf_counter() - start
 
 
@@ -151,7 +225,7 @@ class _RandomStore:
             mx.eval(part.weight, part.bias)
 
     def read_ahead(self, layer: LayerMap) -> None:
-        """Nothing to bring near: the noise is made."""
+        """Nothing to read: the noise is generated."""
 
 
 def _noise_like(weight: Weight, key: mx.array) -> mx.array:

@@ -1,9 +1,8 @@
 """How many tokens at the start and the end the target should read itself.
 
-Reading everything again is one end of a line: it removes the whole gap and takes
-the whole time. Mapping is the other end. Native tokens are worth their time where
-they remove the gap faster than going along that line does, so the best pair
-(head, tail) is the one farthest below it. On a tie with noise, nothing is read.
+In the plane of time and loss, mapping everything and re-prefilling everything are two
+points. We recommend the native start and end whose loss lies farthest below the straight
+line between the two. If no gain is significant, we recommend none but the last token.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from kvgraft.evaluate.arms import PLAIN
 from kvgraft.evaluate.metrics import Interval, bootstrap
 
-__all__ = ["Candidate", "choose_policy", "search"]
+__all__ = ["Candidate", "choose_native_ends", "search"]
 
 
 @dataclass(frozen=True)
@@ -25,18 +24,18 @@ class Candidate:
     """One pair of lengths, as measured.
 
     Attributes:
-        head: Native tokens at the start.
-        tail: Native tokens at the end, with the last one, which always is.
+        native_start: Native tokens at the start.
+        native_end: Native tokens at the end, the last one (which always is) included.
         nll: Mean loss, nats per token.
         gap: Loss minus that of the target's own cache.
         gain: Loss of mapping alone minus this one's.
         seconds: Time that the native tokens take.
-        value: Gain beyond what reading everything again gives for that time;
-            ``None`` where the gain may be noise.
+        value: Gain beyond that of the straight line for the same time, nats per token;
+            ``None`` where the gain is not significant.
     """
 
-    head: int
-    tail: int
+    native_start: int
+    native_end: int
     nll: float
     gap: Interval
     gain: Interval
@@ -46,8 +45,8 @@ class Candidate:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
-            "head": self.head,
-            "tail": self.tail,
+            "head": self.native_start,
+            "tail": self.native_end,
             "nll": round(self.nll, 5),
             "gap": self.gap.to_list(),
             "gain": self.gain.to_list(),
@@ -66,33 +65,33 @@ def search(
     """Compare the candidates that were measured.
 
     Args:
-        losses: Loss per document, by ``(head, tail)``; ``(0, 1)`` must be there.
+        losses: Loss per document, by ``(native start, native end)``; ``(0, 1)`` is required.
         native: Loss per document of the target's own cache.
-        seconds: Time that the native tokens take, by ``(head, tail)``.
+        seconds: Time that the native tokens take, by the same.
         map_seconds: Time to map the prefix.
-        prefill_seconds: Time in which the target reads the prefix itself.
+        prefill_seconds: Time of the target's prefill of the prefix.
     """
     plain = np.asarray(losses[PLAIN], dtype=np.float64)
     own = np.asarray(native, dtype=np.float64)
     saved = prefill_seconds - map_seconds
     whole = max(float((plain - own).mean()), 0.0)
     out = []
-    for (head, tail), found in sorted(losses.items()):
+    for ends, found in sorted(losses.items()):
         x = np.asarray(found, dtype=np.float64)
         gain = bootstrap(plain - x)
-        took = seconds[head, tail]
+        took = seconds[ends]
         value: float | None = None
-        if (head, tail) == PLAIN:
+        if ends == PLAIN:
             value = 0.0
         elif gain.low > 0 and saved > 0:
             value = gain.mean - whole * took / saved
-        out.append(Candidate(head, tail, float(x.mean()), bootstrap(x - own), gain, took, value))
+        out.append(Candidate(*ends, float(x.mean()), bootstrap(x - own), gain, took, value))
     return out
 
 
-def choose_policy(candidates: Sequence[Candidate]) -> Candidate:
-    """The best candidate; of equal ones the one that reads least."""
+def choose_native_ends(candidates: Sequence[Candidate]) -> Candidate:
+    """The best candidate; of equal ones that with the fewest native tokens."""
     usable = [c for c in candidates if c.value is not None and np.isfinite(c.value)]
     if not usable:
-        return min(candidates, key=lambda c: (c.head, c.tail))
-    return min(usable, key=lambda c: (-(c.value or 0.0), c.seconds, c.head + c.tail))
+        return min(candidates, key=lambda c: (c.native_start, c.native_end))
+    return min(usable, key=lambda c: (-(c.value or 0.0), c.seconds, c.native_start + c.native_end))

@@ -20,7 +20,7 @@ from kvgraft.evaluate import arms, timing
 from kvgraft.evaluate.checkpoint import EvalCheckpoint, SourceLayers
 from kvgraft.evaluate.importance import source_shares
 from kvgraft.evaluate.metrics import TokenScores, Variance, attention_cosines, score_tokens
-from kvgraft.evaluate.native_ends import choose_policy, search
+from kvgraft.evaluate.native_ends import choose_native_ends, search
 from kvgraft.evaluate.needle import SWITCHES, NeedleTask, answer, is_right
 from kvgraft.evaluate.results import DocumentResult, EvalConfig, NeedleResult
 from kvgraft.files import atomic
@@ -159,7 +159,7 @@ class Stages:
         check_pair(self.mapper, target=geometry)
         prefill(model, self.text.tokens[0, :8].tolist())  # warm up
         documents = [self._document(i, model, geometry) for i in range(len(self.text))]
-        policy = self._choose_native_ends(documents)
+        policy = self._policy(documents)
         ends = (policy["head"], policy["tail"])
         needles = [
             self._needle(i, model, target.tokenizer, geometry, ends) for i in range(len(self.tasks))
@@ -264,7 +264,7 @@ class Stages:
                 sums[kind].append(one.to_list())
         return cosines if any(cosines) else [], sums[0], sums[1]
 
-    def _choose_native_ends(self, documents: Sequence[DocumentResult]) -> dict[str, Any]:
+    def _policy(self, documents: Sequence[DocumentResult]) -> dict[str, Any]:
         # Weights come from disk for the first document.
         timed = documents[1:] if len(documents) > 1 else documents
 
@@ -281,10 +281,10 @@ class Stages:
             for h, t in losses
         }
         candidates = search(losses, mean[arms.NATIVE], seconds, median("map"), median("prefill"))
-        chosen = choose_policy(candidates)
+        chosen = choose_native_ends(candidates)
         return {
-            "head": chosen.head,
-            "tail": chosen.tail,
+            "head": chosen.native_start,
+            "tail": chosen.native_end,
             "map_seconds": median("map"),
             "prefill_seconds": median("prefill"),
             "source_prefill_seconds": median("source prefill"),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import zoo
 
-from kvgraft.errors import FitError
-from kvgraft.evaluate.nll import ArmResult, prefix_nll, run_arms
+from kvgraft.errors import EvaluationError
+from kvgraft.evaluate.arms import ArmResult, run_arms
 from kvgraft.models.forward import continuation_nll, prefill
 
 PREFIX = 20
@@ -34,14 +34,15 @@ def whole_document_nll(model, tokens):
 
 def test_a_native_prefix_gives_the_loss_of_the_whole_document(model, documents):
     for tokens in documents:
-        got = prefix_nll(model, lambda t: prefill(model, t, step=7), tokens, PREFIX)
+        cache = prefill(model, tokens[: PREFIX - 1], step=7)
+        got = continuation_nll(model, cache, tokens[PREFIX - 1 :])
         assert got.shape == (len(tokens) - PREFIX,)
         np.testing.assert_allclose(got, whole_document_nll(model, tokens)[PREFIX - 1 :], atol=1e-4)
 
 
 def test_without_a_cache_the_text_starts_at_the_last_prefix_token(model, documents):
     tokens = documents[0]
-    got = prefix_nll(model, lambda t: None, tokens, PREFIX)
+    got = continuation_nll(model, None, tokens[PREFIX - 1 :])
     np.testing.assert_allclose(got, whole_document_nll(model, tokens[PREFIX - 1 :]), atol=1e-4)
 
 
@@ -76,9 +77,9 @@ def test_gaps_are_paired_by_document():
 
 def test_documents_that_are_too_short_are_refused(model, documents):
     arms = {"none": (model, lambda t: None)}
-    with pytest.raises(FitError, match="50 tokens"):
+    with pytest.raises(EvaluationError, match="50 tokens"):
         run_arms(arms, documents, 50)
-    with pytest.raises(FitError, match="at least one document"):
+    with pytest.raises(EvaluationError, match="at least one document"):
         run_arms(arms, [], PREFIX)
 
 
