@@ -24,11 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvgraft.cli.fit import config_of
+from kvgraft.cli.options import config_of, memory_size
 from kvgraft.cli.parser import build_parser
-from kvgraft.cli.sizes import memory_size
 from kvgraft.demo.data import bundled
-from kvgraft.fit import forecast
+from kvgraft.fit import FitConfig, forecast
 
 
 def own_bytes(pid: int) -> int:
@@ -43,8 +42,8 @@ def own_bytes(pid: int) -> int:
 
 def measure(options: list[str], out: Path) -> dict[str, Any]:
     """Peak memory of one `kvgraft fit`, its seconds, and what was planned."""
-    args = build_parser().parse_args(["fit", *options, "--out", str(out)])
-    plan = forecast(args.source, args.target, None, config_of(args)).plan
+    args = build_parser("fit").parse_args(["fit", *options, "--out", str(out)])
+    plan = forecast(args.source, args.target, None, config_of(FitConfig, args)).plan
     command = [sys.executable, "-m", "kvgraft", "fit", *options, "--out", str(out)]
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

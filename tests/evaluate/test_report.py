@@ -167,7 +167,7 @@ def test_where_reports_go(tmp_path):
 def test_matplotlib_is_loaded_for_figures_only():
     code = (
         "import sys, kvgraft, kvgraft.evaluate.output, kvgraft.cli.main; "
-        "from kvgraft.cli.parser import build_parser; build_parser(); "
+        "from kvgraft.cli.parser import build_parser; build_parser('eval'); "
         "sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

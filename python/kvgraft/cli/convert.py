@@ -1,34 +1,44 @@
-"""``kvgraft convert``: other weights, or another program's format."""
+"""``kvgraft convert``: another weight format, or VeloxQuant-MLX's artifact format."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvgraft.cli.options import describe
 
 if TYPE_CHECKING:
     from kvgraft.mapper.mapper import Mapper
     from kvgraft.ops.quantized import Weight
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "convert", help="rewrite a mapper with other weights, or in VeloxQuant-MLX's format"
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvgraft convert``."""
+    from kvgraft.mapper.save import WEIGHT_FORMATS
+
+    describe(
+        parser,
+        "Store a mapper in another weight format, or in VeloxQuant-MLX's artifact format.",
+        "  kvgraft convert my-mapper my-mapper-8bit --weight-format 8bit",
     )
-    parser.add_argument("mapper", help="artifact to read: kvgraft's or VeloxQuant-MLX's")
-    parser.add_argument("out", help="folder to write")
     parser.add_argument(
-        "--to", choices=["kvgraft", "veloxquant"], default="kvgraft", help="(default: kvgraft)"
+        "mapper", metavar="MAPPER", help="artifact to read: kvgraft's or VeloxQuant-MLX's"
+    )
+    parser.add_argument("out", metavar="OUT", help="folder to write")
+    parser.add_argument(
+        "--to",
+        choices=["kvgraft", "veloxquant"],
+        default="kvgraft",
+        help="artifact format (default: %(default)s)",
     )
     parser.add_argument(
         "--weight-format",
-        choices=["float32", "float16", "bfloat16", "8bit", "4bit"],
-        help="store weights so; only for kvgraft's format (default: as they are)",
+        choices=WEIGHT_FORMATS,
+        help="how weights are stored, in kvgraft's own format (default: as they are)",
     )
-    parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _loss(before: Mapper, after: Mapper, weights: str) -> list[str]:
-    """What is known, and what isn't, about the rounding of the weights."""
+    """How much rounding changed the weights, and what was not measured."""
     from kvgraft.ops.quantized import relative_change
 
     lines = []
@@ -78,8 +88,9 @@ def _loss(before: Mapper, after: Mapper, weights: str) -> list[str]:
             f"{100 * changes[worst]:.2g} % (layer {worst})"
         )
     lines.append(
-        "  What that does to the target was not measured: scores in the artifact are those of the "
-        "weights before, and their verdict is left out. Evaluate the new one with `kvgraft eval`."
+        "  The effect on the target was not measured: scores in the artifact are those of the "
+        "original weights, and their verdict is left out. Evaluate the new mapper with "
+        "`kvgraft eval`."
     )
     return lines
 

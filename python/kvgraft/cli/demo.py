@@ -1,4 +1,4 @@
-"""``kvgraft demo``: see a conversation move from one model to another."""
+"""``kvgraft demo``: move a conversation from one model to another, and measure it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.errors import FitError, KvgraftError
+from kvgraft.cli.options import DTYPE, add_pair, describe
+from kvgraft.errors import ArgumentError, KvgraftError
 
 if TYPE_CHECKING:
     from kvgraft.demo.run import Answer, Demo, Timing
@@ -14,53 +15,54 @@ if TYPE_CHECKING:
     from kvgraft.mapper.mapper import Mapper, open_mapper
     from kvgraft.models.loading import LoadedModel
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="move a conversation between two models and measure what it costs",
-        description=(
-            "Without arguments: offline, with a small trained pair that ships with the package. "
-            "With --source and --target: with models of your own."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvgraft demo``."""
+    describe(
+        parser,
+        "Move a conversation between two models, and measure the cost. Without arguments: "
+        "offline, with a small trained pair that ships with the package. With --source and "
+        "--target: with your own models.",
+        "  kvgraft demo",
+        "  kvgraft demo --source Qwen/Qwen2.5-1.5B-Instruct \\",
+        "    --target Qwen/Qwen2.5-0.5B-Instruct",
     )
-    parser.add_argument("--source", "--model", help="model that reads (folder or repository)")
-    parser.add_argument("--target", help="model that goes on")
+    add_pair(parser, required=False)
     parser.add_argument(
-        "--mapper", help="mapper artifact; without one, a quick one is fitted on bundled text"
-    )
-    parser.add_argument("--text", type=Path, help="text to hand over (default: a bundled one)")
-    parser.add_argument("--question", help="what to ask afterwards")
-    parser.add_argument(
-        "--prefix", type=int, default=512, help="tokens before the scored part (default: 512)"
+        "--mapper",
+        metavar="PATH",
+        help="mapper artifact; without one, a quick one is fitted on bundled text",
     )
     parser.add_argument(
-        "--scored", type=int, default=128, help="tokens scored per document (default: 128)"
+        "--text", type=Path, metavar="FILE", help="conversation to map (default: a bundled one)"
     )
+    parser.add_argument("--question", metavar="TEXT", help="what to ask afterwards")
+    for name, default, text in (
+        ("--prefix", 512, "tokens before the scored part"),
+        ("--scored", 128, "tokens scored per document"),
+        ("--max-tokens", 32, "tokens of each reply"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
     parser.add_argument(
-        "--documents", type=int, help="documents scored (default: 8, own models: 4)"
+        "--documents",
+        type=int,
+        metavar="N",
+        help="documents scored (default: 8, or 4 with your own models)",
     )
-    parser.add_argument(
-        "--max-tokens", type=int, default=32, help="tokens of each reply (default: 32)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "float16", "bfloat16"],
-        help="run the models in this dtype (default: float32 without a GPU, as stored with one)",
-    )
-    parser.set_defaults(command=run)
+    parser.add_argument("--dtype", **DTYPE)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, hand over, ask, measure, print."""
+    """Load, map, ask, measure, print."""
     own = args.source is not None or args.target is not None
     if own and (args.source is None or args.target is None):
-        raise FitError("Give both --source and --target, or neither for the bundled pair.")
+        raise ArgumentError("Give both --source and --target, or neither for the bundled pair.")
     if args.mapper is not None and not own:
-        raise FitError("--mapper goes with --source and --target.")
+        raise ArgumentError("--mapper goes with --source and --target.")
 
     source, target = _load_pair(args, own)
     mapper = _load_mapper(args, own, source, target)
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     context = list(source.tokenizer.encode(conversation.context))
     timing = demo.time_switch(context, repeats=1 if own else 3)
     _print_timing(timing)
-    print("\nGoing on from there (greedy)")
+    print("\nContinuing from there (greedy)")
     answers = []
     for question, expected in conversation.questions:
         tokens = list(source.tokenizer.encode(question, add_special_tokens=False))
@@ -119,8 +121,8 @@ def _quick_fit(source: LoadedModel, target: LoadedModel) -> Mapper:
     from kvgraft.progress import bar
 
     print(
-        "No --mapper given: fitting a quick one (24 sequences of 512 tokens). `kvgraft fit` with "
-        "your own text makes a better one.",
+        "No --mapper given: fitting a quick one (24 sequences of 512 tokens). `kvgraft fit` on "
+        "your own text gives a better one.",
         flush=True,
     )
     config = FitConfig(sequences=24, seq_len=512, stride=1, k=4)
@@ -170,11 +172,11 @@ def _print_pair(source: LoadedModel, target: LoadedModel, mapper: Mapper) -> Non
 
 
 def _print_timing(timing: Timing) -> None:
-    print(f"\nHanding over {timing.n_tokens} tokens")
-    print(f"  the source read them in            {timing.source_prefill:8.3f} s")
-    print(f"  its cache is mapped in             {timing.mapping:8.3f} s")
+    print(f"\nHand-off of {timing.n_tokens} tokens")
+    print(f"  prefill by the source              {timing.source_prefill:8.3f} s")
+    print(f"  mapping its cache                  {timing.mapping:8.3f} s")
     print(
-        f"  reading them again would take      {timing.target_prefill:8.3f} s"
+        f"  re-prefill by the target           {timing.target_prefill:8.3f} s"
         f"   ({timing.ratio:.1f} x the mapping)",
         flush=True,
     )
@@ -234,5 +236,5 @@ def _print_arms(arms: dict[str, ArmResult]) -> None:
         extra = ""
         if name == MAPPED:
             gap, error = arm.gap(arms[NATIVE])
-            extra = f"   {gap:+.3f} ± {error:.3f} against its own"
+            extra = f"   {gap:+.3f} ± {error:.3f} against its own cache"
         print(f"  {name:22s} {arm.nll:6.3f}   perplexity {arm.perplexity:8.2f}{extra}")

@@ -1,26 +1,22 @@
-"""``kvgraft env``: what is installed and which paths are taken."""
+"""``kvgraft env``: what is installed and which kernels are used."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "env", help="show versions, device and fused paths, for bug reports"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvgraft env``."""
+    parser.description = "Show versions, device and kernels, for bug reports."
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--selftest",
         action="store_true",
-        help="then run the kernels against the reference, about a minute",
+        help="compare every kernel with the reference; takes about a minute",
     )
-    parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,38 +1,51 @@
-"""``kvgraft eval``: what a mapper is worth, measured, judged and reported."""
+"""``kvgraft eval``: measure a mapper on held-out text, judge it, write a report."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvgraft.cli.formatter import HelpFormatter
+from kvgraft.cli.options import DTYPE, RESUME, add_fields, add_pair, config_of, describe
 
-if TYPE_CHECKING:
-    from kvgraft.evaluate.results import EvalConfig
-
-__all__ = ["BELOW", "add_parser", "config_of"]
+__all__ = ["BELOW", "add_options", "run"]
 
 BELOW = 3
 """Exit status when the verdict is below ``--fail-below``."""
 
+_WHAT: dict[str, str | Mapping[str, Any]] = {
+    "documents": "documents to score",
+    "prefix": "tokens before the scored part, mapped except for the last",
+    "scored": "tokens scored after them",
+    "native_starts": "native starts to try: first tokens that the target reads itself",
+    "native_ends": "native ends to try: last tokens that the target reads itself, with the one to "
+    "continue from",
+    "needle_lengths": {"help": "contexts to hide facts in; give none to skip", "nargs": "*"},
+    "needle_depths": "where facts are hidden, 0 to 1",
+    "needle_samples": "facts per length and depth",
+    "speed_lengths": {"help": "tokens to time mapping at; give none to skip", "nargs": "*"},
+    "repeats": "timed runs, of which the median counts",
+    "seed": "seed of needles, random map and confidence intervals",
+    "dtype": DTYPE,
+}
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "eval",
-        help="measure a mapper on held-out text, and judge it",
-        description=(
-            "Measure what MAPPER's caches are worth on held-out text, choose how many tokens the "
-            "target should read itself, write a report, and store verdict and policy in the "
-            "artifact."
-        ),
-        formatter_class=HelpFormatter,
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvgraft eval``."""
+    from kvgraft.evaluate import EvalConfig
+
+    describe(
+        parser,
+        "Measure how much of the context the target keeps with a mapped cache, on held-out text. "
+        "Recommends native start and end, writes a report, and stores the verdict in the "
+        "artifact.",
+        "  kvgraft eval my-mapper --source Qwen/Qwen2.5-1.5B-Instruct \\",
+        "    --target Qwen/Qwen2.5-0.5B-Instruct --text heldout.txt",
     )
     parser.add_argument("mapper", metavar="MAPPER", help="mapper artifact")
-    parser.add_argument("--source", required=True, help="model that reads (folder or repository)")
-    parser.add_argument("--target", required=True, help="model that goes on")
+    add_pair(parser)
     parser.add_argument(
         "--text",
         required=True,
@@ -47,102 +60,32 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="text that the mapper was fitted on, if the artifact has no fingerprints of it",
     )
+    parser.add_argument(
+        "--chat", action="store_true", help="apply the chat template to JSONL messages"
+    )
     out = parser.add_argument_group("results")
     out.add_argument(
-        "--out", metavar="FOLDER", help="where the report goes (default: eval in the artifact)"
+        "--out", metavar="FOLDER", help="folder of the report (default: eval in the artifact)"
     )
     out.add_argument(
-        "--no-write", action="store_true", help="leave the artifact as it is; report only"
+        "--no-write", action="store_true", help="do not change the artifact; report only"
     )
     out.add_argument(
         "--fail-below",
         choices=["warning", "ship"],
-        help=f"exit with status {BELOW} if the verdict is worse: 'warning' lets 'ship with "
-        "warning' pass",
+        help=f"exit with status {BELOW} if the verdict is worse; 'warning' accepts 'ship with "
+        "warning'",
     )
-    out.add_argument(
-        "--resume",
-        dest="work",
-        metavar="FOLDER",
-        help="keep the state here, and go on from it after an interruption",
-    )
-    what = parser.add_argument_group("what to measure")
-    what.add_argument("--documents", type=int, default=16, help="documents to score")
-    what.add_argument("--prefix", type=int, default=768, help="tokens that are handed over")
-    what.add_argument("--scored", type=int, default=256, help="tokens scored after them")
-    what.add_argument(
-        "--native-starts",
-        type=int,
-        nargs="+",
-        default=[0, 4, 32],
-        help="native tokens to try at the start",
-    )
-    what.add_argument(
-        "--native-ends",
-        type=int,
-        nargs="+",
-        default=[1, 32, 128],
-        help="native tokens to try at the end",
-    )
-    what.add_argument(
-        "--needle-lengths",
-        type=int,
-        nargs="*",
-        default=[512, 1024],
-        help="contexts to hide facts in; nothing for none",
-    )
-    what.add_argument(
-        "--needle-depths",
-        type=float,
-        nargs="+",
-        default=[0.1, 0.3, 0.5, 0.7, 0.9],
-        help="where facts are hidden, 0 to 1",
-    )
-    what.add_argument("--needle-samples", type=int, default=2, help="facts per length and depth")
-    what.add_argument(
-        "--speed-lengths",
-        type=int,
-        nargs="*",
-        default=[256, 512, 1024, 2048],
-        help="tokens to time at; nothing for none",
-    )
-    what.add_argument("--repeats", type=int, default=3, help="timed runs")
-    what.add_argument("--seed", type=int, default=0, help="of needles, random map and intervals")
-    what.add_argument("--chat", action="store_true", help="render JSONL chats with the template")
-    what.add_argument(
-        "--dtype",
-        choices=["float32", "float16", "bfloat16"],
-        help="run the models in this dtype (default: float32 without a GPU, as stored with one)",
-    )
-    parser.set_defaults(command=run)
-
-
-def config_of(args: argparse.Namespace) -> EvalConfig:
-    """The settings that the options stand for."""
-    from kvgraft.evaluate.results import EvalConfig
-
-    return EvalConfig(
-        documents=args.documents,
-        prefix=args.prefix,
-        scored=args.scored,
-        native_starts=tuple(args.native_starts),
-        native_ends=tuple(args.native_ends),
-        needle_lengths=tuple(args.needle_lengths),
-        needle_depths=tuple(args.needle_depths),
-        needle_samples=args.needle_samples,
-        speed_lengths=tuple(args.speed_lengths),
-        repeats=args.repeats,
-        seed=args.seed,
-        dtype=args.dtype,
-    )
+    out.add_argument("--resume", **RESUME)
+    add_fields(parser.add_argument_group("what to measure"), EvalConfig(), _WHAT)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, judge, write, print."""
     from kvgraft.cli.interrupt import terminate_as_interrupt
+    from kvgraft.evaluate import EvalConfig, evaluate_mapper
     from kvgraft.evaluate.output import can_draw, default_folder, is_writable_artifact
     from kvgraft.evaluate.report import NO_FIGURES
-    from kvgraft.evaluate.run import evaluate_mapper
     from kvgraft.progress import bar
 
     path = Path(args.mapper)
@@ -153,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             args.source,
             args.target,
             args.text,
-            config_of(args),
+            config_of(EvalConfig, args),
             store=stored,
             out=args.out or default_folder(path, stored),
             calibration=args.calibration,
@@ -173,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nreport   {found.files[0]}")
     print(f"         {found.files[1].name} and {found.files[2].name} beside it")
     if stored:
-        print(f"stored   verdict and policy in {path}")
+        print(f"stored   verdict and recommended native start and end in {path}")
     wanted = {"warning": "ship with warning", "ship": "ship", None: None}[args.fail_below]
     return BELOW if wanted is not None and found.verdict.below(wanted) else 0
 
@@ -199,7 +142,7 @@ def _print(results: dict[str, Any]) -> None:
             f"  {name:42s} {nll[0]:7.3f} {gap[0]:+8.3f}  {span:17s} {100 * arm['agreement']:4.0f} %"
         )
     policy = results["policy"]
-    print(f"\npolicy   {policy['head']} native tokens at the start, {policy['tail']} at the end")
+    print(f"\nadvice   native start {policy['head']}, native end {policy['tail']}")
     verdict = results["verdict"]
     print(f"verdict  {verdict['level'].upper()}")
     for line in (*verdict["reasons"], *verdict["notes"]):

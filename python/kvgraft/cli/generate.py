@@ -1,4 +1,4 @@
-"""``kvgraft generate``: text from one model that another goes on with."""
+"""``kvgraft generate``: a reply that one model begins and another continues."""
 
 from __future__ import annotations
 
@@ -11,84 +11,106 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.cli.sizes import memory_size
+from kvgraft.cli.options import DTYPE, add_native, add_pair, describe, memory_size
 from kvgraft.errors import ArgumentError
+from kvgraft.option_names import option_name
 
 if TYPE_CHECKING:
     from kvgraft.handoff import MemoryLimit, Observation, Policy, Session
     from kvgraft.models.handle import ModelHandle
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "generate",
-        help="generate text, and switch models on the way",
-        description="The first model begins the reply, the second goes on with it. The text goes "
-        "to stdout; the switch and what it cost go to stderr. Only one of the models is in "
-        "memory at a time.",
+_SWITCH: dict[str, Any] = {
+    "repair": {
+        "help": "after the switch, also prefill N tokens natively per generated one, until the "
+        "mapped cache can be replaced by a native one; 64 without a number, 0 for never",
+        "nargs": "?",
+        "const": 64,
+        "default": 0,
+        "type": int,
+        "metavar": "N",
+    },
+    "memory_limit": {
+        "help": "most memory that MLX may hold, such as 12G; a switch that does not fit is refused",
+        "type": memory_size,
+        "metavar": "SIZE",
+    },
+    "keep_source": {
+        "help": "keep the source model in memory after the switch",
+        "action": "store_true",
+    },
+    "force": {"help": 'use a mapper whose verdict is "do not ship"', "action": "store_true"},
+}
+_SAMPLING = {
+    "temp": (float, 0.0, "temperature; 0 is greedy"),
+    "top_p": (float, 0.0, "nucleus sampling; 0 is off"),
+    "top_k": (int, 0, "top-k sampling; 0 is off"),
+    "min_p": (float, 0.0, "min-p sampling; 0 is off"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvgraft generate``."""
+    describe(
+        parser,
+        "Begin a reply with the source model and continue it with the target model. The text goes "
+        "to stdout, the switch and its cost to stderr. Only one of the models is in memory at a "
+        "time.",
+        "  kvgraft generate --source Qwen/Qwen2.5-1.5B-Instruct \\",
+        "    --target Qwen/Qwen2.5-0.5B-Instruct --mapper my-mapper --switch-after 100 \\",
+        "    --prompt 'Write a short story about a lighthouse.'",
     )
-    parser.add_argument("--source", required=True, help="model that begins (folder or repository)")
-    parser.add_argument("--target", required=True, help="model that goes on")
+    add_pair(parser)
     parser.add_argument(
-        "--mapper", help="mapper from the first to the second; without one, the text is read again"
+        "--mapper",
+        metavar="PATH",
+        help="mapper for the pair; without one, the target re-prefills the conversation",
     )
-    parser.add_argument(
+    parser.add_argument("--dtype", **DTYPE)
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--prompt", "-p", required=True, metavar="TEXT", help="the message; - reads it from stdin"
+    )
+    text.add_argument("--system-prompt", metavar="TEXT", help="system message")
+    text.add_argument(
+        "--ignore-chat-template", action="store_true", help="do not apply the chat template"
+    )
+    text.add_argument(
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens of the reply (default: %(default)s)",
+    )
+    for name, (kind, default, about) in _SAMPLING.items():
+        text.add_argument(
+            option_name(name),
+            type=kind,
+            default=default,
+            metavar="N" if kind is int else "X",
+            help=f"{about} (default: %(default)s)",
+        )
+    text.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="penalty of repeated tokens (default: none)",
+    )
+    text.add_argument("--seed", type=int, metavar="N", help="seed of the sampling")
+    switch = parser.add_argument_group("switch")
+    switch.add_argument(
         "--switch-after",
         type=int,
         metavar="N",
-        help="switch after N tokens of the reply; 0 to let the first model only read the prompt "
-        "(default: 32, or with --memory-limit when memory gets short)",
+        help="switch after N tokens of the reply; 0 has the source only prefill the prompt "
+        "(default: 32; with --memory-limit, when memory gets short)",
     )
-    parser.add_argument("--prompt", "-p", required=True, help="the message; - reads it from stdin")
-    parser.add_argument("--system-prompt", help="system message for the chat template")
-    parser.add_argument(
-        "--ignore-chat-template", action="store_true", help="give the prompt as it is"
-    )
-    parser.add_argument(
-        "--max-tokens", "-m", type=int, default=256, help="tokens of the reply (default: 256)"
-    )
-    parser.add_argument("--temp", type=float, default=0.0, help="temperature (default: 0, greedy)")
-    parser.add_argument("--top-p", type=float, default=0.0, help="nucleus sampling (default: off)")
-    parser.add_argument("--top-k", type=int, default=0, help="top-k sampling (default: off)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="min-p sampling (default: off)")
-    parser.add_argument(
-        "--repetition-penalty", type=float, help="penalty of repeated tokens (default: none)"
-    )
-    parser.add_argument("--seed", type=int, help="seed of the random sequence")
-    parser.add_argument(
-        "--native-start", type=int, help="first tokens that the second model reads itself "
-        "(default: the mapper's policy)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--native-end",
-        type=int,
-        help="last tokens that it reads itself (default: the mapper's policy)",
-    )
-    parser.add_argument(
-        "--repair", type=int, nargs="?", const=64, default=0, metavar="N",
-        help="after the switch also read N tokens per generated one, until the mapped cache can "
-        "be replaced by a native one (default: off; 64 without a number)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--memory-limit", type=memory_size, metavar="SIZE",
-        help="most that MLX may hold, such as 12G: a switch that does not fit is refused",
-    )  # fmt: skip
-    parser.add_argument(
-        "--keep-source", action="store_true",
-        help="keep the first model in memory during the switch",
-    )  # fmt: skip
-    parser.add_argument(
-        "--force", action="store_true", help='use a mapper whose verdict is "do not ship"'
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "float16", "bfloat16"],
-        help="run the models in this dtype (default: float32 without a GPU, as stored with one)",
-    )
-    parser.set_defaults(command=run)
+    add_native(switch)
+    for name, entry in _SWITCH.items():
+        switch.add_argument(option_name(name), **entry)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
     _check(args)
-    # What it would say is printed from the reports.
+    # Its messages are printed from the reports.
     logging.getLogger("kvgraft.handoff").addHandler(logging.NullHandler())
     logging.getLogger("kvgraft.handoff").propagate = False
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -104,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         mx.random.seed(args.seed)
     session = _session(args)
     if args.switch_after == 0:
-        session.use("to")
+        session.use("target")
     seen = 0
     for piece in session.chat(prompt, max_tokens=args.max_tokens, read_first=True):
         print(piece, end="", flush=True)
@@ -134,26 +156,26 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("switch_after", "native_start", "native_end"):
         value = getattr(args, name)
         if value is not None and value < 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} is a number of tokens, not {value}.")
+            raise ArgumentError(f"{option_name(name)} must be 0 or more, not {value}.")
     if args.repair == 1 or args.repair < 0:
         raise ArgumentError("--repair must be at least 2, to gain on the generation.")
     if args.seed is not None and not 0 <= args.seed < 1 << 64:
-        raise ArgumentError(f"--seed is a number from 0 to 2^64 - 1, not {args.seed}.")
+        raise ArgumentError(f"--seed must be from 0 to 2^64 - 1, not {args.seed}.")
     _check_sampling(args)
 
 
 def _check_sampling(args: argparse.Namespace) -> None:
     # Written so that NaN is refused too.
     if not 0 <= args.temp < math.inf:
-        raise ArgumentError(f"--temp is a number from 0 up, not {args.temp}.")
+        raise ArgumentError(f"--temp must be 0 or more, not {args.temp}.")
     for name, value in (("--top-p", args.top_p), ("--min-p", args.min_p)):
         if not 0 <= value <= 1:
-            raise ArgumentError(f"{name} is a probability, 0 to 1, not {value}.")
+            raise ArgumentError(f"{name} must be from 0 to 1, not {value}.")
     if args.top_k < 0:
-        raise ArgumentError(f"--top-k is a number of tokens, not {args.top_k}.")
+        raise ArgumentError(f"--top-k must be 0 or more, not {args.top_k}.")
     penalty = args.repetition_penalty
     if penalty is not None and not 0 < penalty < math.inf:
-        raise ArgumentError(f"--repetition-penalty is a number above 0, not {penalty}.")
+        raise ArgumentError(f"--repetition-penalty must be above 0, not {penalty}.")
 
 
 def _session(args: argparse.Namespace) -> Session:
@@ -162,15 +184,15 @@ def _session(args: argparse.Namespace) -> Session:
     from kvgraft.handoff import Session
     from kvgraft.models.loading import resolve_model
 
-    # It is opened before any model is: a wrong path should not cost a minute.
+    # Before any model is loaded: a wrong path should not cost a minute.
     mapper = None if args.mapper is None else _open(args.mapper)
     folders = resolve_model(args.source), resolve_model(args.target)
     if args.top_k:
         _check_top_k(args.top_k, folders)
-    models = {n: _handle(f, args.dtype) for n, f in zip(("from", "to"), folders, strict=True)}
+    models = {n: _handle(f, args.dtype) for n, f in zip(("source", "target"), folders, strict=True)}
     return Session(
         models,
-        {} if mapper is None else {("from", "to"): mapper},
+        {} if mapper is None else {("source", "target"): mapper},
         system=args.system_prompt,
         chat_template=not args.ignore_chat_template,
         sampler=make_sampler(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k),
@@ -197,7 +219,7 @@ def _check_top_k(top_k: int, folders: Sequence[Path]) -> None:
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            continue  # loading the model says what is wrong with it
+            continue  # loading the model reports what is wrong with it
         size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
         if isinstance(size, int) and top_k >= size:
             raise ArgumentError(
@@ -227,6 +249,6 @@ def _policy(args: argparse.Namespace) -> Policy:
 
     def after_tokens(seen: Observation) -> str | None:
         due = seen.steps_since_switch >= (32 if after is None else after)
-        return "to" if due and not seen.has_switched else None
+        return "target" if due and not seen.has_switched else None
 
     return after_tokens

@@ -1,4 +1,4 @@
-"""``kvgraft inspect``: what a mapper or a prompt cache holds, or a model's cache is like."""
+"""``kvgraft inspect``: describe a mapper, a prompt-cache file, or a model's cache."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from kvgraft.errors import CacheError, MapperNotFoundError
 from kvgraft.mapper.mapper import Mapper, open_mapper
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "inspect", help="describe a mapper, a prompt-cache file, or a model's cache"
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvgraft inspect``."""
+    parser.description = "Describe a mapper, a prompt-cache file, or the cache of a model."
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="mapper, prompt-cache file, or model (folder or repository)",
     )
-    parser.add_argument("path", help="mapper, prompt-cache file, or a model (folder or repository)")
     parser.add_argument("--layers", action="store_true", help="list every layer")
-    parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the description."""
     if not args.path:
         raise MapperNotFoundError(
-            "Nothing to inspect is given. Name a mapper, a prompt-cache file, or a model (a folder "
+            "The path is empty. Give a mapper, a prompt-cache file, or a model (a folder "
             "or owner/name)."
         )
     if Path(args.path).is_file() and is_prompt_file(args.path):
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _without_fingerprints(value: Any) -> Any:
-    """Kilobytes of digests are for machines."""
+    """Leave out kilobytes of digests."""
     if isinstance(value, dict) and "fingerprints" in value:
         return {k: v for k, v in value.items() if k != "fingerprints"}
     return value
@@ -74,7 +75,7 @@ def _print_prompt_file(file: PromptFile, every_layer: bool) -> None:
     print(f"  model       {file.model or 'not recorded'}")
     mark = file.provenance
     if mark is None:
-        print("  origin      native, as far as the file says")
+        print("  origin      native (the file records no mapping)")
     while mark is not None:
         print(f"  origin      {mark.n_tokens} tokens mapped from {mark.source}: {mark.mapper}")
         mark = mark.before

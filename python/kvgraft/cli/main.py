@@ -21,14 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: refused or failed, with the reason on stderr. 2: bad usage.
     130: interrupted.
     """
-    # Its remarks about text longer than a context window do not apply: text is
-    # tokenised whole and then cut.
+    # Its warnings about text longer than a context window do not apply: text is
+    # tokenised as a whole and then cut.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from kvgraft.cli.parser import build_parser
     from kvgraft.cli.renamed import current_names
 
-    parser = build_parser()
-    args, more = parser.parse_known_args(current_names(sys.argv[1:] if argv is None else argv))
+    given = current_names(sys.argv[1:] if argv is None else argv)
+    parser = build_parser(given[0] if given else None)
+    args, more = parser.parse_known_args(given)
     if getattr(args, "takes_more", False):
         args.more = more  # options of the program that the command extends
     elif more:

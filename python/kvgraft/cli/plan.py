@@ -1,36 +1,33 @@
-"""``kvgraft plan``: what a fit takes, before it is run."""
+"""``kvgraft plan``: memory, disk and time of a fit, before it is run."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from kvgraft.cli.fit import add_options, config_of
-from kvgraft.cli.formatter import HelpFormatter
+from kvgraft.cli.fit import add_fit_options
+from kvgraft.cli.options import config_of, describe
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="memory, disk and time of a fit, before it is run",
-        description="Load both models one after the other, read one sequence with each, and say "
-        "what `kvgraft fit` with the same options (but --out and --resume) takes. Nothing is "
-        "written.",
-        formatter_class=HelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvgraft plan``."""
+    describe(
+        parser,
+        "Print memory, disk and time of `kvgraft fit` with the same options. Both models are "
+        "loaded, one after the other, to read one sequence. Nothing is written.",
+        "  kvgraft plan --source Qwen/Qwen2.5-1.5B-Instruct \\",
+        "    --target Qwen/Qwen2.5-0.5B-Instruct --memory-limit 12G",
     )
-    add_options(parser, needs_text=False)
-    parser.set_defaults(command=run)
+    add_fit_options(parser, needs_text=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecast."""
-    from kvgraft.fit import forecast, parse_source
+    from kvgraft.fit import FitConfig, forecast, parse_source
 
     text = None if args.text is None else [parse_source(t) for t in args.text]
-    found = forecast(args.source, args.target, text, config_of(args))
+    found = forecast(args.source, args.target, text, config_of(FitConfig, args))
     for line in (*found.notes, *found.plan.describe()):
         print(line)
     time = found.time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-__all__ = ["current_names"]
+__all__ = ["RENAMED", "current_names"]
 
 _FIT = {
     "--plan": "--head-mapping",
@@ -14,7 +14,8 @@ _FIT = {
     "--weights": "--weight-format",
 }
 _NATIVE = {"--head": "--native-start", "--tail": "--native-end"}
-_RENAMED = {
+RENAMED = {
+    "demo": {"--model": "--source"},
     "fit": _FIT,
     "plan": _FIT,
     "eval": {"--heads": "--native-starts", "--tails": "--native-ends"},
@@ -40,7 +41,7 @@ def current_names(argv: Sequence[str]) -> list[str]:
     Args:
         argv: Arguments, the command first.
     """
-    if not argv or argv[0] not in _RENAMED:
+    if not argv or argv[0] not in RENAMED:
         return list(argv)
     command, out = argv[0], [argv[0]]
     rest = iter(argv[1:])
@@ -54,7 +55,7 @@ def current_names(argv: Sequence[str]) -> list[str]:
             out[1:1] = chosen
             _warn(old, " ".join(chosen) or "the default")
             continue
-        new = _RENAMED[command].get(old)
+        new = RENAMED[command].get(old)
         if new is None:
             out.append(arg)
             continue

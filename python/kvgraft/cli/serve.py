@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-__all__ = ["add_parser"]
+from kvgraft.cli.options import describe
+
+__all__ = ["add_options", "run"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "serve",
-        help="mlx_lm.server that maps caches when a conversation changes the model",
-        usage="kvgraft serve --mapper PATH [--mapper PATH …] [options of mlx_lm.server]",
-        description=(
-            "Takes all options of mlx_lm.server (see mlx_lm.server --help). When a request names "
-            "another model than the conversation had so far, its cache is mapped rather than "
-            "read again, if one of the mappers leads there."
-        ),
-        # Otherwise --m would be a mapper here and a model there.
-        allow_abbrev=False,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvgraft serve``."""
+    from kvgraft.serve.store import MIN_GAIN
+
+    describe(
+        parser,
+        "mlx_lm.server, with all of its options (see mlx_lm.server --help). When a conversation "
+        "changes the model, its cache is mapped instead of re-prefilled, if there is a mapper "
+        "for the pair.",
+        "  kvgraft serve --mapper my-mapper --port 8080",
     )
+    parser.usage = "kvgraft serve --mapper PATH [--mapper PATH …] [options of mlx_lm.server]"
+    parser.allow_abbrev = False  # --m would be a mapper here and a model there
     parser.add_argument(
         "--mapper",
         action="append",
         default=[],
         metavar="PATH",
-        help="mapper artifact; it knows its two models. May be given several times",
+        help="mapper artifact, which names its two models; may be repeated",
     )
     parser.add_argument(
         "--min-gain",
         type=_tokens,
+        default=MIN_GAIN,
         metavar="TOKENS",
-        help="map only if it saves reading at least this many tokens (default: 64)",
+        help="map only if it saves at least this many tokens of prefill (default: %(default)s)",
     )
     parser.add_argument(
-        "--force", action="store_true", help="use mappers whose evaluation says 'do not ship'"
+        "--force", action="store_true", help='use mappers whose verdict is "do not ship"'
     )
-    parser.set_defaults(command=run, takes_more=True)
+    parser.set_defaults(takes_more=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,14 +49,13 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.models.loading import resolve_model
     from kvgraft.serve.routes import load_routes
     from kvgraft.serve.server import Server, make_provider
-    from kvgraft.serve.store import MIN_GAIN
 
     if not args.mapper:
         raise ServerError("Give at least one --mapper; without any, mlx_lm.server does the same.")
     provider = make_provider(args.more)  # refuses wrong options; loads nothing
     for asked in (provider.cli_args.model, getattr(provider.cli_args, "draft_model", None)):
         if asked is not None:
-            resolve_model(asked)  # mlx-lm would go on listening with no model behind it
+            resolve_model(asked)  # mlx-lm would keep listening without a model
     routes, left_out = load_routes(args.mapper, force=args.force)
     for route in routes:
         print(f"kvgraft: {route}", flush=True)
@@ -65,12 +65,11 @@ def run(args: argparse.Namespace) -> int:
     for message in left_out:
         print(f"kvgraft: {message}", flush=True)
     with terminate_as_interrupt():
-        min_gain = MIN_GAIN if args.min_gain is None else args.min_gain
-        Server(provider, routes, min_gain=min_gain).serve_forever()
+        Server(provider, routes, min_gain=args.min_gain).serve_forever()
     return 0
 
 
 def _tokens(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, 0 or more")
     return int(text)

@@ -1,19 +1,17 @@
-"""``kvgraft verify``: is this artifact whole and unaltered?"""
+"""``kvgraft verify``: is this artifact complete and unaltered?"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser("verify", help="check a mapper's files against their SHA-256")
-    parser.add_argument("mapper", help="artifact folder, or one self-describing .safetensors")
-    parser.set_defaults(command=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvgraft verify``."""
+    parser.description = "Check a mapper's files against their SHA-256."
+    parser.add_argument("mapper", metavar="MAPPER", help="artifact: a folder or one .safetensors")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,6 +19,6 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.mapper.verify import verify_artifact
 
     report = verify_artifact(args.mapper)
-    # All of it on one stream: it names the errors, and they are said once.
+    # All of it on one stream, since the report names the errors.
     print(report, file=sys.stdout if report.ok else sys.stderr)
     return 0 if report.ok else 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from kvgraft.errors import FitError
+from kvgraft.mapper.save import WEIGHT_FORMATS
 from kvgraft.option_names import named
 
 __all__ = ["STORED_KEYS", "FitConfig"]
@@ -18,15 +19,15 @@ STORED_KEYS = {
 }
 """Keys of settings in stored JSON, where they are not the field's name."""
 
-_CHOICES = {
-    "lambda_convention": ("gram", "covariance"),
-    "layer_ranking": ("heldout", "paper"),
-    "source_layers": ("shared", "separate"),
-    "head_mapping": ("full", "local", "grouped", "auto"),
-    "token_weights": ("auto", "attention", "uniform"),
-    "weight_format": ("float32", "float16", "bfloat16", "8bit", "4bit"),
-    "structure": ("auto", "full", "heads"),
-}
+
+def _one_of(*choices: str, default: str | None = None) -> Any:
+    """A field that takes one of a few strings, by default the first."""
+    return field(default=default or choices[0], metadata={"choices": choices})
+
+
+def _or(default: Any, *words: str) -> Any:
+    """A field that takes a number or one of a few words."""
+    return field(default=default, metadata={"words": words})
 
 
 @dataclass(frozen=True)
@@ -90,19 +91,19 @@ class FitConfig:
             on disk, so that both are never in memory together.
     """
 
-    k: int | str = 8
-    k_values: int | str | None = None
-    ridge_lambda: float | str = 0.01
-    lambda_convention: str = "gram"
-    layer_ranking: str = "heldout"
-    source_layers: str = "shared"
-    head_mapping: str = "full"
+    k: int | str = _or(8, "all", "auto")
+    k_values: int | str | None = _or(None, "all")
+    ridge_lambda: float | str = _or(0.01, "auto")
+    lambda_convention: str = _one_of("gram", "covariance")
+    layer_ranking: str = _one_of("heldout", "paper")
+    source_layers: str = _one_of("shared", "separate")
+    head_mapping: str = _one_of("full", "local", "grouped", "auto")
     groups: tuple[tuple[int, ...], ...] | None = None
     sequences: int = 500
     seq_len: int = 1024
     stride: int = 4
     skip: int = 0
-    token_weights: str = "auto"
+    token_weights: str = _one_of("auto", "attention", "uniform")
     effective_rows: float = 0.5
     heldout: float = 0.1
     chat: bool = False
@@ -112,18 +113,18 @@ class FitConfig:
     tune_batch: int = 8
     tune_rate: float = 0.003
     content_space: bool = True
-    weight_format: str = "float16"
+    weight_format: str = _one_of(*WEIGHT_FORMATS, default="float16")
     group_size: int = 64
-    structure: str = "auto"
+    structure: str = _one_of("auto", "full", "heads")
     memory_limit: int | None = None
     sequential: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+        for f in fields(self):
+            choices, value = f.metadata.get("choices"), getattr(self, f.name)
+            if choices and value not in choices:
                 raise FitError(
-                    f"{named(name)} must be one of {', '.join(choices)}; got "
-                    f"{getattr(self, name)!r}."
+                    f"{named(f.name)} must be one of {', '.join(choices)}; got {value!r}."
                 )
         for name in ("k", "k_values"):
             value = getattr(self, name)
@@ -131,7 +132,10 @@ class FitConfig:
             if value not in words and not (isinstance(value, int) and value >= 1):
                 raise FitError(f"{named(name)} must be 1 or more, or 'all'; got {value!r}.")
         if self.k == "auto" and self.k_values is not None:
-            raise FitError(f"{named('k', 'auto')} chooses {named('k_values')} too; leave it out.")
+            raise FitError(
+                f"{named('k', 'auto')} selects {named('k_values')} too. Leave it out, or give "
+                f"{named('k')} a number."
+            )
         if self.ridge_lambda != "auto" and not (
             isinstance(self.ridge_lambda, int | float) and 0 <= self.ridge_lambda < float("inf")
         ):
