@@ -176,7 +176,7 @@ class Reading:
         model = loaded(self.paths[side]).model
         geometry = read_geometry(model)
         for i in sequences:
-            rows = capture(model, self.text.tokens[i], self.positions, watch=geometry)
+            rows = capture(model, self.text.tokens[i], self.positions, attention_geometry=geometry)
             self.folder.save_rows(f"text_{label}", i, rows)
             mx.clear_cache()
         for i in documents:

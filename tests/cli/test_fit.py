@@ -28,7 +28,7 @@ def test_an_interrupted_fit_leaves_nothing(tmp_path, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvgraft.fit.pipeline.solve_mapper", interrupt)
+    monkeypatch.setattr("kvgraft.fit.gather.solve_mapper", interrupt)
     assert main([*FIT, *LITTLE, "--out", str(tmp_path / "m")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -63,7 +63,7 @@ def test_bad_input_to_fit_is_named(change, message, tmp_path, capsys):
 def test_what_cannot_be_done_is_refused_before_models_are_loaded(
     change, message, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("kvgraft.fit.pipeline.load_model", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr("kvgraft.models.handle.load_model", lambda *a, **k: pytest.fail("loaded"))
     assert main([*FIT, *LITTLE, "--out", str(tmp_path / "m"), *change]) == 1
     assert message in capsys.readouterr().err
 
@@ -80,7 +80,7 @@ def test_more_source_layers_than_there_are(tmp_path, capsys):
 def test_a_place_that_is_taken_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "thesis.txt").write_text("mine")
-    monkeypatch.setattr("kvgraft.fit.pipeline._gathered", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr("kvgraft.fit.pipeline.prepare", lambda *a, **k: pytest.fail("started"))
     assert main([*FIT, *LITTLE, "--out", str(tmp_path / "m")]) == 1
     assert "is not overwritten" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["m"]

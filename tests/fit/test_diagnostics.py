@@ -11,7 +11,7 @@ from kvgraft.cli.main import main
 from kvgraft.demo.data import bundled
 from kvgraft.errors import QualityWarning
 from kvgraft.fit import FitConfig, fit_mapper
-from kvgraft.fit.diagnostics import doubts
+from kvgraft.fit.diagnostics import quality_warnings
 from kvgraft.mapper.mapper import Mapper
 
 LARGE, SMALL = str(bundled("models/large")), str(bundled("models/small"))
@@ -36,43 +36,43 @@ def choice(mapped: float, native: float, without: float) -> dict:
 
 
 def test_nothing_to_say_of_a_good_map(mapper):
-    assert doubts(mapper) == []
+    assert quality_warnings(mapper) == []
     mapper.fit["choice"] = choice(2.9, 2.7, 3.0)
-    assert doubts(mapper) == []
+    assert quality_warnings(mapper) == []
 
 
 def test_next_to_nothing_explained(mapper):
     for m in mapper.layers:
         m.scores["r2_values"] = 0.02
-    (what, advice) = doubts(mapper)
+    (what, advice) = quality_warnings(mapper)
     assert "nothing of the target's values" in what and "R2 0.020" in what
     assert "more text or a smaller k or head_mapping='local'" in advice and "re-prefill" in advice
     mapper.layers[0].scores["r2_keys"] = float("nan")
-    assert len(doubts(mapper)) == 3
+    assert len(quality_warnings(mapper)) == 3
 
 
 def test_single_layers_below_their_mean(mapper):
     mapper.layers[1].scores["r2_keys"] = -0.3
-    assert "the keys of layer 1 are" in doubts(mapper)[0]
+    assert "the keys is negative for layer 1:" in quality_warnings(mapper)[0]
     mapper.layers[2].scores["r2_keys"] = -0.05
-    assert "the keys of layers 1, 2 are" in doubts(mapper)[0]
+    assert "the keys is negative for layers 1, 2:" in quality_warnings(mapper)[0]
 
 
 def test_tuned_maps_give_up_r2_on_purpose(mapper):
     mapper.layers[1].scores["r2_keys"] = -0.3
     mapper.fit["tuning"] = {"steps": 12}
-    assert doubts(mapper) == []
+    assert quality_warnings(mapper) == []
     mapper.fit["tuning"] = {"steps": 0}  # the closed form stands
-    assert len(doubts(mapper)) == 2
+    assert len(quality_warnings(mapper)) == 2
 
 
 def test_a_gap_larger_than_the_context_is_worth(mapper):
     mapper.fit["choice"] = choice(3.1, 2.7, 3.0)
-    (what, advice) = doubts(mapper)
-    assert "3.100, without any context 3.000" in what
-    assert "more text, or let" in advice  # smaller ones were tried
+    (what, advice) = quality_warnings(mapper)
+    assert "(loss 3.100) does not improve on no context at all (3.000)" in what
+    assert "more text, or re-prefill" in advice  # smaller ones were tried
     mapper.fit["choice"] = choice(3.1, 3.05, 3.0)  # the target's own cache does not help either
-    assert doubts(mapper) == []
+    assert quality_warnings(mapper) == []
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import oracle
 import pytest
@@ -26,11 +27,11 @@ from kvgraft.fit import (
     fit,
     fit_arrays,
     fit_mapper,
-    gather,
+    gather_moments,
     plan_fit_memory,
     read_text,
 )
-from kvgraft.fit import pipeline as pipeline_module
+from kvgraft.fit import gather as gather_module
 from kvgraft.fit.capture import capture
 from kvgraft.fit.checkpoint import FitCheckpoint
 from kvgraft.fit.token_weights import shrink
@@ -92,7 +93,9 @@ def test_equals_a_fit_by_hand(folder, pair, stride, skip, by):
     specs = [read_geometry(m.model).layers for m in pair]
     weights: list[np.ndarray] = []
     for tokens in text.tokens[~text.heldout]:
-        seen = capture(target.model, tokens, at, watch=read_geometry(target.model)).sensitivity
+        seen = capture(
+            target.model, tokens, at, attention_geometry=read_geometry(target.model)
+        ).sensitivity
         mattering = np.array(seen)[0].astype(np.float64)
         weights.append(np.ones(len(at)) if by == "uniform" else shrink(mattering, 0.5))
         keys, values = cached(source.model, tokens)
@@ -194,7 +197,7 @@ def test_few_rows_are_pointed_out(folder, pair):
 
 
 def test_one_stream_many_maps(folder, pair, tmp_path):
-    moments = gather(*pair, folder / "text.txt", CONFIG, work=tmp_path / "work")
+    moments = gather_moments(*pair, folder / "text.txt", CONFIG, work=tmp_path / "work")
     assert isinstance(moments, GatheredMoments)
     for changes in (
         {"k": 1},
@@ -205,7 +208,7 @@ def test_one_stream_many_maps(folder, pair, tmp_path):
         again = fit_mapper(*pair, folder / "text.txt", config)
         same_maps(moments.solve(config), again, 1e-4)
     # And once more from the files alone.
-    reread = gather(*pair, folder / "text.txt", CONFIG, work=tmp_path / "work")
+    reread = gather_moments(*pair, folder / "text.txt", CONFIG, work=tmp_path / "work")
     same_maps(reread.solve(), moments.solve())
 
 
@@ -253,7 +256,7 @@ def _leaves(pair):
 
 
 def test_hopeless_limits_are_refused_before_work(folder, pair, monkeypatch):
-    monkeypatch.setattr(pipeline_module, "capture", None)  # would raise a TypeError
+    monkeypatch.setattr(gather_module, "capture", None)  # would raise a TypeError
     with pytest.raises(FitError, match="memory_limit of .* is not enough.*head_mapping='local'"):
         fit_mapper(*pair, folder / "text.txt", replace(CONFIG, memory_limit=10_000_000))
 
@@ -286,7 +289,7 @@ def test_plan_of_a_real_pair():
 
 def interrupt_after(monkeypatch, n: int, error: BaseException):
     """Let ``n`` model runs happen, then fail."""
-    real, calls = pipeline_module.capture, []
+    real, calls = gather_module.capture, []
 
     def counting(*args, **named):
         if len(calls) == n:
@@ -294,13 +297,13 @@ def interrupt_after(monkeypatch, n: int, error: BaseException):
         calls.append(1)
         return real(*args, **named)
 
-    monkeypatch.setattr(pipeline_module, "capture", counting)
+    monkeypatch.setattr(gather_module, "capture", counting)
     return calls
 
 
 @pytest.mark.parametrize("sequential", [False, True])
 def test_resume_runs_only_what_is_missing(folder, pair, tmp_path, monkeypatch, sequential):
-    monkeypatch.setattr(pipeline_module, "CHECKPOINT_EVERY", 3)
+    monkeypatch.setattr(gather_module, "CHECKPOINT_EVERY", 3)
     want = fit_mapper(*pair, folder / "text.txt", CONFIG)
     config = replace(CONFIG, sequential=sequential)
     models = [folder / "source", folder / "target"] if sequential else pair
@@ -326,8 +329,8 @@ def test_kill_and_resume(folder, tmp_path):
     script.write_text(
         "import sys, time\n"
         "from kvgraft.fit import FitConfig, fit_mapper\n"
-        "from kvgraft.fit import pipeline\n"
-        "pipeline.CHECKPOINT_EVERY = 2\n"
+        "from kvgraft.fit import gather\n"
+        "gather.CHECKPOINT_EVERY = 2\n"
         "config = FitConfig(sequences=10, seq_len=48, stride=1, k=2, weight_format='float32',\n"
         "                   ridge_lambda=1.0)\n"
         "def slow(done, total):\n"
@@ -359,8 +362,8 @@ def test_killed_while_saving(folder, tmp_path):
     script.write_text(
         "import os, signal, sys\n"
         "from kvgraft.fit import FitConfig, fit_mapper\n"
-        "from kvgraft.fit import pipeline\n"
-        "pipeline.CHECKPOINT_EVERY = 2\n"
+        "from kvgraft.fit import gather\n"
+        "gather.CHECKPOINT_EVERY = 2\n"
         "config = FitConfig(sequences=10, seq_len=48, stride=1, k=2, weight_format='float32',\n"
         "                   ridge_lambda=1.0)\n"
         "left = int(sys.argv[5])\n"
@@ -422,15 +425,15 @@ def test_a_command_that_is_stopped_leaves_nothing_behind(folder, tmp_path, stop)
     script.write_text(
         "import signal, sys, time\n"
         "from kvgraft.cli import main as cli\n"
-        "from kvgraft.fit import pipeline\n"
+        "from kvgraft.fit import gather\n"
         # As from a terminal: what a shell starts in the background ignores Ctrl-C.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "capture = pipeline.capture\n"
+        "capture = gather.capture\n"
         "def slow(*args, **named):\n"
         "    print('reading', flush=True)\n"
         "    time.sleep(0.5)\n"
         "    return capture(*args, **named)\n"
-        "pipeline.capture = slow\n"
+        "gather.capture = slow\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
     waiting, out = tmp_path / "tmp", tmp_path / "out"
@@ -494,12 +497,12 @@ def test_what_cannot_be_quantised_is_refused_before_any_text_is_read(folder, pai
 FULL_DISK = """
 import resource, sys
 from kvgraft.cli import main as cli
-from kvgraft.fit import pipeline
+from kvgraft.fit import gather
 
 # Files may not grow beyond this any more, as if the disk were full. (Python ignores the signal
 # that goes with it.)
 room, where, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-pipeline.CHECKPOINT_EVERY = 4
+gather.CHECKPOINT_EVERY = 4
 calls = []
 
 def fill_up():
@@ -513,8 +516,8 @@ def counted(call, name, n):
         return call(*args, **named)
     return wrapped
 
-pipeline.capture = counted(pipeline.capture, "reading", 11)
-pipeline.solve_mapper = counted(pipeline.solve_mapper, "solving", 1)
+gather.capture = counted(gather.capture, "reading", 11)
+gather.solve_mapper = counted(gather.solve_mapper, "solving", 1)
 settings = ("--sequences 10 --seq-len 48 --stride 1 --k 2 --head-mapping full "
             "--weight-format float32 --lambda 1")
 status = cli.main(
@@ -597,7 +600,7 @@ def test_a_save_that_stops_half_way_leaves_the_one_before_it(tmp_path):
 
 def test_full_disk_is_seen_before_work(folder, monkeypatch):
     monkeypatch.setattr(
-        pipeline_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})
+        gather_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})
     )
     with pytest.raises(FitError, match="GB of disk"):
         fit_mapper(
@@ -626,7 +629,7 @@ def test_nan_from_a_model_is_named(folder, pair):
 
 
 def test_models_that_cannot_be_mapped_are_refused(folder, pair):
-    class NoCache:
+    class NoCache(nn.Module):
         pass
 
     broken = replace(load_model(folder / "target"), model=NoCache())

@@ -245,7 +245,7 @@ def test_tuning_leaves_sliding_windows_alone(folder, sliding):
         sliding, folder / "source", folder / "text.txt", config, notify=notes.append
     )
     assert "tuning" not in mapper.fit
-    assert any("the closed form stays" in note for note in notes)
+    assert any("keeping the closed-form map" in note for note in notes)
 
 
 def test_moments_alone_cannot_choose():

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.errors import FitError
 from kvgraft.fit import FitConfig, fit_mapper, forecast
-from kvgraft.fit import pipeline as pipeline_module
+from kvgraft.fit import gather as gather_module
 from kvgraft.fit.capture import capture
 from kvgraft.fit.token_weights import boundaries, recorded_sensitivities, shrink
 from kvgraft.models.loading import load_model
@@ -106,7 +106,9 @@ def test_capturing_changes_nothing():
     model = zoo.make("qwen3")
     tokens = np.arange(20)
     plain = capture(model, tokens, np.arange(20, dtype=np.int32))
-    watched = capture(model, tokens, np.arange(20, dtype=np.int32), watch=read_geometry(model))
+    watched = capture(
+        model, tokens, np.arange(20, dtype=np.int32), attention_geometry=read_geometry(model)
+    )
     for a, b in zip([*plain.keys, *plain.values], [*watched.keys, *watched.values]):
         assert mx.array_equal(a, b)
     assert plain.sensitivity is None and watched.sensitivity.shape == (2, 20)
@@ -116,7 +118,12 @@ def test_capturing_changes_nothing():
 def test_attention_that_cannot_be_instrumented_is_refused(folder):
     with pytest.raises(FitError, match="cannot be instrumented"):
         model = zoo.make("gemma2")  # has an attention of its own
-        capture(model, np.arange(9), np.arange(9, dtype=np.int32), watch=read_geometry(model))
+        capture(
+            model,
+            np.arange(9),
+            np.arange(9, dtype=np.int32),
+            attention_geometry=read_geometry(model),
+        )
 
 
 def test_a_built_in_of_that_name_is_not_instrumented(monkeypatch):
@@ -171,7 +178,7 @@ def test_weights_reach_the_fit_and_survive_a_stop(folder, tmp_path, monkeypatch)
     assert np.abs(a - b).max() > 1e-4 * np.abs(a).max()
     assert np.array_equal(b, np.array(by_default.layers[1].keys.weight))
 
-    real, calls = pipeline_module.capture, []
+    real, calls = gather_module.capture, []
 
     def stop(*args, **named):
         if len(calls) == 9:
@@ -180,7 +187,7 @@ def test_weights_reach_the_fit_and_survive_a_stop(folder, tmp_path, monkeypatch)
         return real(*args, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline_module, "capture", stop)
+        patch.setattr(gather_module, "capture", stop)
         with pytest.raises(KeyboardInterrupt):
             fit_mapper(*pair, folder / "text.txt", CONFIG, work=tmp_path / "work")
     again = fit_mapper(*pair, folder / "text.txt", CONFIG, work=tmp_path / "work")

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.cli.interrupt import terminate_as_interrupt
     from kvgraft.errors import QualityWarning
     from kvgraft.fit import FitConfig, fit, parse_source
-    from kvgraft.fit.diagnostics import doubts
+    from kvgraft.fit.diagnostics import quality_warnings
     from kvgraft.progress import bar
 
     config = config_of(FitConfig, args)
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         "R2 does not measure how well the target continues from a mapped cache. Evaluate it:\n"
         f"  {evaluation} --text HELDOUT.txt"
     )
-    for line in doubts(mapper):
+    for line in quality_warnings(mapper):
         print(f"kvgraft: warning: {line}", file=sys.stderr)
     return 0
 

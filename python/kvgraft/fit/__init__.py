@@ -1,22 +1,22 @@
 """Fitting: two models and text in, a mapper out.
 
-text → capture → moments → select and solve → :class:`kvgraft.Mapper`
+text → capture → moments → solve or search → tune → :class:`kvgraft.Mapper`
 """
 
+from kvgraft.fit.arrays import fit_arrays
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.features import FeatureRows
+from kvgraft.fit.gather import GatheredMoments
 from kvgraft.fit.layer_ranking import LayerScores, score_layers
 from kvgraft.fit.memory_plan import FitMemoryPlan, plan_fit_memory
 from kvgraft.fit.moment_set import MomentSet
 from kvgraft.fit.moments import Moments
 from kvgraft.fit.pipeline import (
     Forecast,
-    GatheredMoments,
     fit,
-    fit_arrays,
     fit_mapper,
     forecast,
-    gather,
+    gather_moments,
 )
 from kvgraft.fit.solve import solve_mapper
 from kvgraft.text.corpus import CalibrationText, TextSource, parse_source, read_text
@@ -36,7 +36,7 @@ __all__ = [
     "fit_arrays",
     "fit_mapper",
     "forecast",
-    "gather",
+    "gather_moments",
     "parse_source",
     "plan_fit_memory",
     "read_text",

@@ -65,18 +65,19 @@ def capture(
     tokens: Sequence[int] | NDArray[np.int32],
     positions: NDArray[np.int32],
     *,
-    watch: ModelGeometry | None = None,
+    attention_geometry: ModelGeometry | None = None,
 ) -> CachedRows:
     """Prefill one sequence and take rows out of the caches.
 
-    The work is started, not waited for: on a GPU it runs while the caller does
+    The work is queued, not waited for: on a GPU it runs while the caller does
     something else.
 
     Args:
         model: A live mlx-lm model.
         tokens: ``[n]`` token ids.
         positions: ``[rows]`` positions to take, ascending.
-        watch: The model's geometry, to look at its attention too.
+        attention_geometry: The model's geometry, to capture its attention too and
+            return sensitivities.
 
     Raises:
         FitError: If the caches are not what they should be, or the attention
@@ -91,13 +92,13 @@ def capture(
     ids = mx.array(np.asarray(tokens, dtype=np.int32))[None]
     at = mx.array(positions)
     sensitivity = None
-    if watch is None:
+    if attention_geometry is None:
         model(ids, cache=cache)
     else:
-        with recorded_sensitivities(model, cache, watch, n_tokens) as seen:
+        with recorded_sensitivities(model, cache, attention_geometry, n_tokens) as layers:
             model(ids, cache=cache)
-        # Each layer has the same say, however large its keys are.
-        by_kind = [mx.stack([layer[kind][at] for layer in seen]) for kind in (0, 1)]
+        # Each layer counts the same, however large its keys are.
+        by_kind = [mx.stack([layer[kind][at] for layer in layers]) for kind in (0, 1)]
         shares = [x / mx.maximum(x.sum(axis=1, keepdims=True), 1e-30) for x in by_kind]
         sensitivity = mx.stack([x.mean(axis=0) for x in shares])
     keys, values = [], []
@@ -111,10 +112,10 @@ def capture(
 
 
 def _arrays(entry: Any, layer: int, n_tokens: int) -> tuple[mx.array, mx.array]:
-    """All tokens of a cache that has seen one call.
+    """All tokens of a cache after one call of the model.
 
-    In use, a sliding-window cache has lost the front of the text. After a first
-    call it still holds all of it, in order.
+    A sliding-window cache drops the front of the text with later calls. After the
+    first call it holds all of it, in order.
     """
     keys, values = getattr(entry, "keys", None), getattr(entry, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
@@ -163,8 +164,8 @@ class FeatureExtractor:
     def start(self, rows: CachedRows) -> CachedRows:
         """Queue the work on some rows; :meth:`finish` waits for it.
 
-        Kept apart so that a GPU can go on with the next sequence while the CPU
-        multiplies this one.
+        Separate, so that a GPU can process the next sequence while the CPU multiplies
+        this one.
 
         Raises:
             FitError: If the model has another number of caches than its geometry.
@@ -196,13 +197,13 @@ class FeatureExtractor:
 
     def _check(self, x: mx.array, layer: int, kind: str) -> NDArray[np.float32]:
         out = np.array(x)
-        # The sum is finite unless an entry isn't (or the entries are absurd);
-        # it needs no array of its own.
+        # The sum is finite unless an entry isn't (or entries are extremely large);
+        # it needs no temporary array.
         if not np.isfinite(out.sum(dtype=np.float64)):
             bad = int((~np.isfinite(out)).sum())
             raise FitError(
                 f"The {self._who} model's {kind} of layer {layer} hold {bad} values that are "
-                f"not finite, out of {out.size}. Nothing can be fitted on that: the model's "
+                f"not finite, out of {out.size}. The fit cannot use them: the model's "
                 f"{self._geometry.dtype} may overflow (load it as bfloat16 or float32), or its "
                 "weights may be damaged."
             )

@@ -1,8 +1,8 @@
-"""What speaks against a mapper that was just fitted.
+"""Warnings about a mapper that was just fitted.
 
-A fit always gives a map. Whether it is worth anything shows on held-out text,
-and where it does not, the user should hear of it before the mapper is used.
-:mod:`kvgraft.evaluate.verdict` judges far more closely, after `kvgraft eval`.
+A fit always returns a map. Whether the map is useful shows on held-out text; where it
+does not, the user is warned before the mapper is used. :mod:`kvgraft.evaluate.verdict`
+judges in more detail, after ``kvgraft eval``.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.option_names import named
 
-__all__ = ["LITTLE", "doubts"]
+__all__ = ["LITTLE", "quality_warnings"]
 
 LITTLE = 0.1
-"""Held-out R² below which a map explains next to nothing of a target; far below that of
-any pair in ``docs/fit.md``."""
+"""Mean held-out R² below which a map explains almost nothing of a target; far below that
+of any pair in ``docs/fit.md``."""
 
 
-def doubts(mapper: Mapper) -> list[str]:
-    """Why a fitted mapper should not be used as it is; nothing if no reason shows.
+def quality_warnings(mapper: Mapper) -> list[str]:
+    """Why a fitted mapper should not be used as it is; empty if no reason shows.
 
     * Held-out R² of keys or values below :data:`LITTLE` on average, or below zero in
-      some layer, where the target's mean would do better. Not of tuned maps, which
-      give up R² on purpose.
-    * Where a loss was measured to choose k or plan: the target predicts no better
-      with the mapped cache than without any context.
+      some layer, where the target's mean would do better. Not checked for tuned maps,
+      which give up R² on purpose.
+    * Where a loss was measured to choose k or head mapping: the target predicts no
+      better with the mapped cache than without any context.
 
     Returns:
         One sentence or two for each, and last what to do about it.
@@ -40,15 +40,16 @@ def doubts(mapper: Mapper) -> list[str]:
         negative = sorted(layer for layer, score in known.items() if not score >= 0)
         if not mean >= LITTLE:
             found.append(
-                f"The map explains next to nothing of the target's {kind} on held-out text (R2 "
-                f"{mean:.3f} on average)."
+                f"The map explains almost nothing of the target's {kind} on held-out text (mean R2 "
+                f"{mean:.3f})."
             )
         elif negative:
             found.append(
-                f"On held-out text the {kind} of layer{'s' * (len(negative) > 1)} "
-                f"{', '.join(map(str, negative))} are met worse than by their mean (R2 below 0)."
+                f"On held-out text R2 of the {kind} is negative for layer"
+                f"{'s' * (len(negative) > 1)} {', '.join(map(str, negative))}: the map is worse "
+                "than predicting the mean."
             )
-    loss = _worthless(mapper)
+    loss = _no_better_than_no_context(mapper)
     if loss is not None:
         found.append(loss)
     if found:
@@ -56,17 +57,17 @@ def doubts(mapper: Mapper) -> list[str]:
     return found
 
 
-def _worthless(mapper: Mapper) -> str | None:
+def _no_better_than_no_context(mapper: Mapper) -> str | None:
     choice = mapper.fit.get("choice") or {}
     without = choice.get("nll_without_context")
     won = next((t for t in choice.get("trials", ()) if t["chosen"]), None)
     if without is None or won is None or won["nll"] < without:
         return None
     if won["nll"] - won["gap"] >= without:
-        return None  # the target's own cache helps no more: the text does not tell
+        return None  # the native cache does not help either: the text decides nothing
     return (
-        f"With the mapped cache the target's loss on held-out text is {won['nll']:.3f}, without "
-        f"any context {without:.3f}: the map is worth nothing to it."
+        f"On held-out text the mapped cache (loss {won['nll']:.3f}) does not improve on no context "
+        f"at all ({without:.3f})."
     )
 
 
@@ -77,6 +78,6 @@ def _advice(mapper: Mapper) -> str:
     if mapper.fit.get("plan") == "full" and "choice" not in mapper.fit:
         smaller.append(named("head_mapping", "local"))
     return (
-        f"Fit on {' or '.join(['more text', *smaller])}, or let the target read the text again "
-        "instead of mapping (re-prefill)."
+        f"Fit on {' or '.join(['more text', *smaller])}, or re-prefill with the target instead of "
+        "mapping."
     )
