@@ -383,7 +383,7 @@ def test_killed_while_saving(folder, tmp_path):
     work, out = tmp_path / "work", tmp_path / "out"
     draw = random.Random(7)
     done = []
-    for points in [draw.randint(4, 22), draw.randint(4, 22), draw.randint(4, 22), 10**9]:
+    for points in [draw.randint(8, 44), draw.randint(8, 44), draw.randint(8, 44), 10**9]:
         arguments = [folder / "source", folder / "target", folder / "text.txt", work, points, out]
         command = [sys.executable, str(script), *map(str, arguments)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -454,7 +454,7 @@ def bridge(folder, mapper: Mapper, dtype: mx.Dtype = mx.float32) -> None:
     name = str(dtype).removeprefix("mlx.core.")
     metadata = {"format": "kvbridge", "schema": "1", "storage_dtype": name}
     mx.save_safetensors(str(folder / "mapper.safetensors"), arrays, metadata)
-    from kvgraft.files.safetensors import sha256_of
+    from kvgraft.files.reading import sha256_of
 
     def signature(geometry, model_id: str) -> dict[str, Any]:
         return {

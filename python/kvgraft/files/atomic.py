@@ -287,6 +287,8 @@ def _explained(target: Path) -> Iterator[None]:
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             what = "the disk is full. Free some space, or choose another path"
+        elif error.errno == errno.EFBIG:
+            what = "no larger file is allowed there. Free some space, or choose another path"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             what = "writing there is not permitted. Choose another path, or change the permissions"
         else:

@@ -4,7 +4,10 @@ A file is an 8-byte little-endian length, a JSON header of that length, and the
 tensors' bytes. kvgraft reads the header itself: it has to tell a truncated file
 from a foreign one, and to check names, shapes and dtypes before it touches any
 data. It reads tensors straight into MLX's buffers, because ``mx.load`` reports
-nothing when a read comes up short after the file was opened.
+nothing when a read comes up short after the file was opened; or maps them into
+memory as NumPy arrays (:func:`map_arrays`). It writes them itself because the
+library's own writer first copies every tensor, and moments can fill half the
+machine.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
 import struct
 import sys
@@ -22,20 +26,23 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from kvgraft.errors import FormatError, MapperNotFoundError, TruncatedFileError
+from kvgraft.files.atomic import replacing_file
+from kvgraft.files.reading import read_json
 from kvgraft.files.recognise import describe_bytes
 
 __all__ = [
     "Header",
     "TensorInfo",
     "Writer",
+    "map_arrays",
     "read_ahead",
     "read_header",
-    "read_json",
-    "read_json_file",
     "read_tensors",
-    "sha256_of",
+    "write_arrays",
 ]
 
 MAX_HEADER = 100_000_000
@@ -58,6 +65,9 @@ MX_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": m
 """The dtypes that an artifact may hold, by their name in the file."""
 
 _NAMES = {dtype: name for name, dtype in MX_DTYPES.items()}
+
+_NP_DTYPES: dict[str, np.dtype[Any]] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4")}
+_NP_NAMES = {dtype: name for name, dtype in _NP_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -98,58 +108,6 @@ class Header:
     def size(self) -> int:
         """Size of the file in bytes."""
         return self.stamp[1]
-
-
-def read_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON, refusing what ``json`` lets through: repeated keys.
-
-    Raises:
-        FormatError: Naming ``where`` if it isn't JSON or repeats a key.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a key appears twice")
-        return found
-
-    try:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8")
-        return json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{where} is not valid JSON ({error}). The file is damaged or was edited; "
-            "copy it again from where it came from."
-        ) from error
-
-
-def read_json_file(path: Path) -> Any:
-    """Read and parse a JSON file; see :func:`read_json`.
-
-    Raises:
-        MapperNotFoundError: If it isn't there.
-        FormatError: If it can't be read or isn't JSON.
-    """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise MapperNotFoundError(
-            f"{path} is missing. The copy or download is incomplete: get it again."
-        ) from error
-    except OSError as error:
-        raise FormatError(f"Cannot read {path}: {error.strerror}.") from error
-    return read_json(data, str(path))
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    buffer = bytearray(4 << 20)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-    return digest.hexdigest()
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -294,6 +252,54 @@ def _read_tensor(file: Any, header: Header, name: str) -> mx.array:
     return raw.view(dtype).reshape(info.shape)
 
 
+def map_arrays(path: Path) -> tuple[dict[str, NDArray[np.generic]], dict[str, str]]:
+    """Map a file of float32 and float64 tensors into memory, read-only.
+
+    Returns:
+        The arrays by name, and the ``__metadata__`` entries.
+
+    Raises:
+        FormatError: As :func:`read_header`; or if a tensor has another dtype, or
+            the file changed meanwhile.
+    """
+    header = read_header(path)
+    try:
+        with path.open("rb") as file:
+            if _stamp(os.fstat(file.fileno())) != header.stamp:
+                raise FormatError(f"{path} changed while it was read.")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise FormatError(f"Cannot read {path}: {error.strerror}.") from error
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for name, info in header.tensors.items():
+        if info.dtype not in _NP_DTYPES:
+            raise FormatError(f"{path}: tensor {name!r} is {info.dtype}, which isn't used here.")
+        dtype, count = _NP_DTYPES[info.dtype], math.prod(info.shape)
+        flat = np.frombuffer(data, dtype=dtype, count=count, offset=info.start)
+        arrays[name] = flat.reshape(info.shape)
+    return arrays, header.metadata
+
+
+def write_arrays(
+    path: Path, arrays: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]
+) -> None:
+    """Write float32 and float64 arrays so that :func:`map_arrays` gives them aligned.
+
+    An existing file is replaced in one step.
+
+    Raises:
+        ArtifactWriteError: If the disk is full, or writing is not permitted.
+    """
+    tensors = [
+        (name, _NP_NAMES[array.dtype.newbyteorder("<")], array.shape)
+        for name, array in arrays.items()
+    ]
+    with replacing_file(path) as fresh:
+        with Writer(fresh, tensors, metadata, align=64, digest=False) as writer:
+            for name, array in arrays.items():
+                writer.write(name, array)
+
+
 def read_ahead(header: Header, name: str) -> None:
     """Ask the operating system to read a tensor into its page cache, and go on.
 
@@ -328,9 +334,17 @@ class Writer:
     The header has to come first, so names, dtypes and shapes are given up
     front and the tensors must follow in that order.
 
+    Args:
+        path: The file, which must not exist.
+        tensors: ``(name, dtype, shape)`` of each; dtypes by the format's names.
+        metadata: The ``__metadata__`` entries.
+        align: The data begin on a multiple of so many bytes. Readers that map the
+            file want at least 8.
+        digest: Compute :attr:`sha256`.
+
     Attributes:
         size: Size of the whole file in bytes, known from the start.
-        sha256: Digest of the file; set by :meth:`close`.
+        sha256: Digest of the file; set by :meth:`close`, ``""`` without ``digest``.
     """
 
     def __init__(
@@ -338,6 +352,9 @@ class Writer:
         path: str | os.PathLike[str],
         tensors: Sequence[tuple[str, str, tuple[int, ...]]],
         metadata: Mapping[str, str],
+        *,
+        align: int = 8,
+        digest: bool = True,
     ) -> None:
         entries: dict[str, Any] = {"__metadata__": dict(metadata)}
         offset = 0
@@ -346,14 +363,13 @@ class Writer:
             entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
             offset = stop
         text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
-        # Readers that map the file want the data on an 8-byte boundary.
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-(8 + len(text)) % align)
         if len(text) > MAX_HEADER:
             raise FormatError(f"The header of {path} would be {len(text)} bytes long.")
         self.size = 8 + len(text) + offset
         self.sha256 = ""
         self._left = list(tensors)
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256() if digest else None
         self._file: BinaryIO = open(path, "xb")  # noqa: SIM115
         try:
             self._put(memoryview(len(text).to_bytes(8, "little") + text))
@@ -361,16 +377,23 @@ class Writer:
             self._file.close()
             raise
 
-    def write(self, name: str, array: mx.array) -> None:
+    def write(self, name: str, array: mx.array | NDArray[np.generic]) -> None:
         """Write the next tensor; it must be the one announced."""
         want = self._left.pop(0)
-        dtype = _NAMES.get(array.dtype)
+        if isinstance(array, mx.array):
+            dtype = _NAMES.get(array.dtype)
+        else:
+            dtype = _NP_NAMES.get(array.dtype.newbyteorder("<"))
         if (name, dtype, tuple(array.shape)) != want:
             raise FormatError(
                 f"Tensor {want[0]!r} was announced as {want[1]} {want[2]}, but {name!r} is "
                 f"{array.dtype} {tuple(array.shape)}."
             )
         if array.size == 0:
+            return
+        if not isinstance(array, mx.array):
+            little = np.ascontiguousarray(array, dtype=_NP_DTYPES[want[1]])
+            self._put(little.data.cast("B"))
             return
         flat = mx.contiguous(array).reshape(-1)
         # NumPy's and Python's buffers know no bfloat16; bytes are bytes.
@@ -382,7 +405,8 @@ class Writer:
         for start in range(0, len(data), _CHUNK):
             part = data[start : start + _CHUNK]
             self._file.write(part)
-            self._digest.update(part)
+            if self._digest is not None:
+                self._digest.update(part)
 
     def close(self) -> None:
         """Flush to disk and compute :attr:`sha256`."""
@@ -391,7 +415,8 @@ class Writer:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self.sha256 = self._digest.hexdigest()
+        if self._digest is not None:
+            self.sha256 = self._digest.hexdigest()
 
     def __enter__(self) -> Writer:
         return self

@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from kvgraft.errors import FitError, FormatError, VersionError
-from kvgraft.files.float_arrays import read_tensors, write_tensors
+from kvgraft.errors import ArtifactWriteError, FitError, FormatError, VersionError
+from kvgraft.files.safetensors import map_arrays, write_arrays
 from kvgraft.fit.features import KINDS, Columns, FeatureRows, common_heads
 from kvgraft.fit.moment_block import MomentBlock
 from kvgraft.models.geometry import ModelGeometry
@@ -268,7 +268,10 @@ class Moments:
             "dtype": self.dtype,
             "info": json.dumps(info or {}),
         }
-        write_tensors(path, tensors, metadata)
+        try:
+            write_arrays(path, tensors, metadata)
+        except ArtifactWriteError as error:
+            raise FitError(str(error)) from error
 
     @classmethod
     def load(cls, path: Path, *, mapped: bool = False) -> tuple[Moments, dict[str, Any]]:
@@ -283,7 +286,7 @@ class Moments:
             FormatError: If it is not a moments file, or is truncated.
             VersionError: If it is of another format version.
         """
-        tensors, metadata = read_tensors(path)
+        tensors, metadata = map_arrays(path)
         if metadata.get("format") != "kvgraft-moments":
             raise FormatError(f"{path} is not a kvgraft moments file.")
         if metadata.get("format_version") != str(FORMAT_VERSION):

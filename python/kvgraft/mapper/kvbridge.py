@@ -21,8 +21,9 @@ from kvgraft.errors import (
     PairMismatchError,
     VersionError,
 )
+from kvgraft.files.reading import read_json_file, sha256_of
 from kvgraft.files.recognise import manifest_kind
-from kvgraft.files.safetensors import read_header, read_json_file, sha256_of
+from kvgraft.files.safetensors import read_header
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap, Storage
 from kvgraft.mapper.mapper import Mapper

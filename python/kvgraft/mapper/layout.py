@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraft.errors import ChecksumError, FormatError, MapperNotFoundError, TruncatedFileError
-from kvgraft.files.safetensors import read_json_file
+from kvgraft.files.reading import read_json_file
 from kvgraft.mapper.linear_map import Storage
 
 __all__ = [

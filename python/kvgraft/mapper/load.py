@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvgraft.errors import ArgumentError, FormatError, MapperNotFoundError
+from kvgraft.files.reading import read_json, read_json_file
 from kvgraft.files.recognise import KVBRIDGE_HINT, describe_folder, describe_tensors, manifest_kind
-from kvgraft.files.safetensors import Header, read_header, read_json, read_json_file
+from kvgraft.files.safetensors import Header, read_header
 from kvgraft.mapper import veloxquant
 from kvgraft.mapper.config import FORMAT, from_config
 from kvgraft.mapper.data import MapperData

@@ -21,8 +21,9 @@ import mlx.core as mx
 
 from kvgraft.errors import FormatError, GeometryError, VersionError
 from kvgraft.files import atomic
+from kvgraft.files.reading import read_json_file
 from kvgraft.files.recognise import describe_folder, manifest_kind
-from kvgraft.files.safetensors import Writer, read_header, read_json_file
+from kvgraft.files.safetensors import Writer, read_header
 from kvgraft.mapper.config import plain
 from kvgraft.mapper.data import MapperData
 from kvgraft.mapper.layer_map import LayerMap

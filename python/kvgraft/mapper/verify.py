@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvgraft.errors import ChecksumError, FormatError, MapperNotFoundError
-from kvgraft.files.safetensors import sha256_of
+from kvgraft.files.reading import sha256_of
 from kvgraft.mapper.data import MapperData
 from kvgraft.mapper.layout import (
     CARD,
