@@ -1,6 +1,6 @@
 """Tiny random models of every architecture in mlx-lm, for tests.
 
-``python -m tests.zoo`` prints the probe's verdict on each of them.
+Run as a script, it prints the probe's verdict on each of them.
 
 The sizes are made up; what matters is kept: RoPE class and parameters, partial
 rotary, grouped heads, head_dim unlike hidden_size / heads, sliding layers short
