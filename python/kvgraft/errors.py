@@ -22,6 +22,7 @@ __all__ = [
     "MemoryLimitError",
     "MapperNotFoundError",
     "ModelNotFoundError",
+    "NothingToMapError",
     "PairMismatchError",
     "QualityWarning",
     "ServerError",
@@ -52,6 +53,10 @@ class UnsupportedModelError(KvgraftError, ValueError):
 
 class CacheError(KvgraftError, ValueError):
     """A cache object that is empty, inconsistent or not what its counters say."""
+
+
+class NothingToMapError(CacheError):
+    """A prompt of which the target reads every token itself, so that nothing is left to map."""
 
 
 class UnsupportedCacheError(CacheError, TypeError):

@@ -222,7 +222,7 @@ def test_a_ring_is_read_in_the_order_of_the_text(n: int, how: str, size: int, ke
         ring.update_and_fetch(rows, -rows)
         done += step
     snapshot = read_cache([ring])
-    held = snapshot.held[0]
+    held = snapshot.token_ranges[0]
     assert numbers(snapshot.keys[0]) == held.positions.tolist()
     assert numbers(-snapshot.values[0]) == held.positions.tolist()
     assert snapshot.offset == n and held.covers(TokenRanges.last(n, size, keep))
@@ -289,7 +289,7 @@ def test_sliding_models_continue_from_a_rebuilt_and_a_mapped_cache(name: str) ->
         native = fill(model, make_prompt_cache(model), read)
         snapshot = read_cache(native, at)
         assert snapshot.size_limit is None
-        rebuilt = build_cache(at, snapshot.layers, held=snapshot.held)
+        rebuilt = build_cache(at, snapshot.layers, token_ranges=snapshot.token_ranges)
         mapped = map_cache(native, mapper, model, target_geometry=at)
         assert is_mapped(mapped)
         for entry, layer in zip(mapped, at.layers, strict=True):
@@ -503,17 +503,17 @@ def test_classes_come_from_mlx_lm() -> None:
 def test_building_needs_the_tokens_that_a_layer_sees() -> None:
     x = numbered(0, 4)
     with pytest.raises(CacheError, match=r"needs tokens 0…9, and tokens 6…9 are given"):
-        build_cache(geometry(), [(x, x)], held=[TokenRanges.last(10, 4)])
-    built = build_cache(geometry(window=4), [(x, x)], held=[TokenRanges.last(10, 4)])
+        build_cache(geometry(), [(x, x)], token_ranges=[TokenRanges.last(10, 4)])
+    built = build_cache(geometry(window=4), [(x, x)], token_ranges=[TokenRanges.last(10, 4)])
     assert built[0].offset == 10 and built[0]._idx == 4
     with pytest.raises(CacheError, match="Layer 1 ends with token 9, layer 0 with 10"):
         build_cache(
             geometry(2, window=4),
             [(x, x)] * 2,
-            held=[TokenRanges.last(10, 4), TokenRanges.last(9, 4)],
+            token_ranges=[TokenRanges.last(10, 4), TokenRanges.last(9, 4)],
         )
     with pytest.raises(GeometryError, match="expected"):
-        build_cache(geometry(window=4), [(x, x)], held=[TokenRanges.last(10, 3)])
+        build_cache(geometry(window=4), [(x, x)], token_ranges=[TokenRanges.last(10, 3)])
 
 
 def test_a_window_is_cut_out_of_a_whole_text() -> None:

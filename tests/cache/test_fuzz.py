@@ -21,7 +21,7 @@ def rows(ids: list[list[int]]) -> mx.array:
 
 def check(cache: Any, text: list[int], room: TokenRanges, row: int | None = None) -> None:
     snapshot = read_cache([cache], row=row)
-    held = snapshot.held[0]
+    held = snapshot.token_ranges[0]
     assert snapshot.offset == len(text) and held.covers(room)
     want = [text[p] for p in held.positions.tolist()]
     for x in (snapshot.keys[0], -snapshot.values[0]):

@@ -167,7 +167,7 @@ def content(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 
 def same_cache(a: list[Any], b: list[Any]) -> None:
     x, y = read_cache(a), read_cache(b)
-    assert x.offset == y.offset and x.held == y.held
+    assert x.offset == y.offset and x.token_ranges == y.token_ranges
     for got, want in zip(x.keys + x.values, y.keys + y.values, strict=True):
         assert got.dtype == want.dtype and mx.array_equal(got, want)
 
@@ -245,11 +245,13 @@ def test_a_batch_of_rings_in_a_file_is_read_by_row(layout: str, steps: int, tmp_
     for i, ring in enumerate(rings):
         got, want = read_cache(found, row=i), read_cache([ring])
         assert got.offset == want.offset
-        part = got.held[0] & want.held[0]
+        part = got.token_ranges[0] & want.token_ranges[0]
         assert part.covers(TokenRanges.last(got.offset, 8))
         for name in ("keys", "values"):
             a, b = getattr(got, name)[0], getattr(want, name)[0]
-            assert mx.array_equal(got.held[0].take(part, a), want.held[0].take(part, b))
+            assert mx.array_equal(
+                got.token_ranges[0].take(part, a), want.token_ranges[0].take(part, b)
+            )
 
 
 @pytest.mark.parametrize("layout", list(WRITERS))
@@ -560,12 +562,18 @@ def test_transfer_marks_and_keeps_what_the_file_said(
 
 
 @pytest.mark.parametrize(("head", "tail"), [(5, 0), (0, 7), (4, 3)])
-def test_head_and_tail_are_read_by_the_target(
+def test_native_start_and_end_are_read_by_the_target(
     head: int, tail: int, prompt_file: Path, pair: dict[str, Any], tmp_path: Path
 ) -> None:
     out = tmp_path / "small.safetensors"
     done = transfer_file(
-        prompt_file, out, pair["mapper"], SMALL, prompt=PROMPT, head=head, tail=tail
+        prompt_file,
+        out,
+        pair["mapper"],
+        SMALL,
+        prompt=PROMPT,
+        native_start=head,
+        native_end=tail + 1,
     )
     ids = ids_of(pair, prompt_file)
     n = len(ids)
@@ -603,11 +611,11 @@ def test_another_text_of_the_same_length_is_refused(
         cache = [c.to_quantized(group_size=32, bits=bits) for c in cache]
     source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     write_prompt_file(source, cache, model=LARGE, tokens=ids)
-    assert transfer_file(source, out, pair["mapper"], SMALL, head=2).n_tokens == len(ids)
+    assert transfer_file(source, out, pair["mapper"], SMALL, native_start=2).n_tokens == len(ids)
     out.unlink()
     write_prompt_file(source, cache, model=LARGE, tokens=[*ids[7:], *ids[:7]])
     with pytest.raises(CacheError, match="not the token ids of the cache"):
-        transfer_file(source, out, pair["mapper"], SMALL, head=2)
+        transfer_file(source, out, pair["mapper"], SMALL, native_start=2)
     assert not out.exists()
 
 
@@ -792,7 +800,7 @@ def test_what_cannot_be_compared_is_noted(
     ("args", "message"),
     [
         (["--native-start", "3"], "does not hold"),
-        (["--native-end", "-1"], "numbers of tokens"),
+        (["--native-end", "-1"], "at least 1"),
         (["--native-start", "3", "--prompt-file", "PROMPT+"], "it is not the text that was cached"),
         (["--native-start", "10000", "--prompt-file", "PROMPT"], "nothing is left to map"),
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
@@ -832,18 +840,19 @@ def test_what_the_evaluation_says_is_heeded(prompt_file: Path, tmp_path: Path) -
     forced = transfer_file(prompt_file, out, bad, SMALL, force=True)
     assert any("It is worse" in note for note in forced.notes)
     good = evaluated({"verdict": "ship", "policy": {"head": 4, "tail": 3}})
-    # The evaluation's tail counts the token after the prompt, which the target
-    # reads in any case.
+    # The native end counts the token after the prompt, which the target reads anyway.
     done = transfer_file(prompt_file, out, good, SMALL, prompt=PROMPT)
     assert done.n_tokens - done.n_mapped == 4 + 2
     # The ids are in a file made so; a native one has none.
     done = transfer_file(prompt_file, out, good, SMALL)
     assert done.n_mapped == done.n_tokens
-    assert any("recommends a head of 4 and a tail of 2" in note for note in done.notes)
-    done = transfer_file(prompt_file, out, good, SMALL, prompt=PROMPT, head=0)
+    assert any(
+        "recommends a native start of 4 and a native end of 3" in note for note in done.notes
+    )
+    done = transfer_file(prompt_file, out, good, SMALL, prompt=PROMPT, native_start=0)
     assert done.n_tokens - done.n_mapped == 2
     with pytest.raises(CacheError, match="does not hold"):
-        transfer_file(prompt_file, out, good, SMALL, head=0)
+        transfer_file(prompt_file, out, good, SMALL, native_start=0)
 
 
 def test_inspect_shows_what_a_file_holds(prompt_file: Path, tmp_path: Path, capsys: Any) -> None:

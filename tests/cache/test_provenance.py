@@ -44,7 +44,7 @@ def test_the_mark_of_the_first_tokens() -> None:
 def test_what_is_written_after_a_cut_is_native() -> None:
     model = zoo.make("qwen3")
     start = prefill(model, PROMPT[:4])
-    cache = map_cache(prefill(model, PROMPT[:-1]), identity_mapper(model), model, head=start)
+    cache = map_cache(prefill(model, PROMPT[:-1]), identity_mapper(model), model, start_cache=start)
     assert mapped_ranges(cache) == (MappedRange(4, 19, 1),)
     assert trim(cache, 10)
     extend_cache(model, PROMPT[10:], cache)
@@ -58,7 +58,7 @@ def test_a_mapped_start_of_the_targets_own_is_remembered() -> None:
     mapper, source = identity_mapper(model), prefill(model, PROMPT)
     start = map_cache(source, mapper, model, n_tokens=6)
     extend_cache(model, PROMPT[6:9], start)
-    cache = map_cache(source, mapper, model, head=start)
+    cache = map_cache(source, mapper, model, start_cache=start)
     assert mapped_ranges(cache) == (MappedRange(0, 6, 1), MappedRange(9, 20, 1))
     again = map_cache(cache, mapper, model, n_tokens=12)
     want = (MappedRange(0, 6, 2), MappedRange(6, 9, 1), MappedRange(9, 12, 2))

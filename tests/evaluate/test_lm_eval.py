@@ -51,7 +51,7 @@ def scores(lm):
 
 @pytest.mark.parametrize("ends", [(0, 1), (0, 5), (4, 1), (3, 7)])
 def test_a_perfect_map_scores_as_the_model_itself(folder, native, ends):
-    got, want = scores(grafted(folder, head=ends[0], tail=ends[1])), scores(native)
+    got, want = scores(grafted(folder, native_start=ends[0], native_end=ends[1])), scores(native)
     for (a, greedy_a), (b, greedy_b) in zip(got, want, strict=True):
         assert a == pytest.approx(b, abs=1e-3) and greedy_a == greedy_b
 
@@ -83,7 +83,7 @@ def test_the_policy_is_the_mappers(folder):
     mapper = identity(folder / "model")
     mapper.quality = Quality.from_record({"verdict": "ship", "policy": {"head": 4, "tail": 32}})
     lm = grafted(folder, mapper)
-    assert (lm._head, lm._tail) == (4, 32)
+    assert (lm._native_start, lm._native_end) == (4, 32)
     assert math.isfinite(scores(lm)[0][0])
 
 

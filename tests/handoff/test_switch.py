@@ -125,7 +125,7 @@ def test_head_and_tail_with_an_exact_map(head, tail):
     if report.reason is None:
         assert (report.head, report.tail) == (head, tail)
     else:
-        assert "anyway" in report.reason and not is_mapped(done.state.cache)
+        assert "nothing is left to map" in report.reason and not is_mapped(done.state.cache)
     assert n_tokens(done.state.cache) == n - 1
     got += islice(Generation(done.state), 14)
     assert got == want
@@ -250,7 +250,7 @@ def test_a_conversation_of_one_token():
     want = int(mx.argmax(net(mx.array([[5]]))[0, -1]))
     state = GenerationState.of(net, [5], prefill(net, [5]))
     done = switch(state, model(), identity_mapper(net))
-    assert "anyway" in done.report.reason
+    assert "nothing is left to map" in done.report.reason
     assert next(Generation(done.state)) == want
 
 
@@ -605,7 +605,7 @@ def test_a_marked_cache_counts_as_mapped():
     done = switch(state, handle(), identity_mapper(m))
     assert done.report.mapped == 0
     head = prefill(m, PROMPT[:4])
-    behind = map_cache(prefill(m, PROMPT[:-1]), identity_mapper(m), m, head=head)
+    behind = map_cache(prefill(m, PROMPT[:-1]), identity_mapper(m), m, start_cache=head)
     state = GenerationState.of(handle(), PROMPT, behind)
     assert state.spans == [Span(4, 0), Span(len(PROMPT) - 5, 1)]
     run = Generation(state)

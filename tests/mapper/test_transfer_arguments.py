@@ -65,14 +65,16 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
                        "mx.float16"),
     "a dtype of integers": (lambda: transfer_cache(KV, MAPPER, dtype=mx.int8), ArgumentError,
                             "int8"),
-    "wanted without held": (lambda: iter_transfer(KV, MAPPER, wanted={}), ArgumentError, "held"),
-    "held with positions": (lambda: iter_transfer(KV, MAPPER, [0, 1, 2, 3, 4],
-                                                  held={i: TokenRanges.all(5) for i in KV}),
+    "required without available": (lambda: iter_transfer(KV, MAPPER, required={}), ArgumentError,
+                                   "available"),
+    "available with positions": (lambda: iter_transfer(KV, MAPPER, [0, 1, 2, 3, 4],
+                                                  available={i: TokenRanges.all(5) for i in KV}),
                             ArgumentError, "neither with positions"),
-    "a layer without held": (lambda: iter_transfer(KV, MAPPER, held={0: TokenRanges.all(5)}),
+    "a layer without available": (lambda: iter_transfer(KV, MAPPER,
+                                                        available={0: TokenRanges.all(5)}),
                              ArgumentError, r"source layers \[1, 2, 3\]"),
-    "held of another length": (lambda: iter_transfer(
-                                   KV, MAPPER, held={i: TokenRanges.all(6) for i in KV}),
+    "available of another length": (lambda: iter_transfer(
+                                   KV, MAPPER, available={i: TokenRanges.all(6) for i in KV}),
                                GeometryError, "have shape"),
     "a path for map_cache": (lambda: map_cache(mlx_lm_caches(), "my-mapper", None),
                                ArgumentError, "load_mapper"),
@@ -82,7 +84,7 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
     "a number for a path": (lambda: load_mapper(3), ArgumentError, "not by a int"),
     "bytes for a path": (lambda: load_mapper(b"m"), ArgumentError, "not by a bytes"),
     "a mapper for a path": (lambda: load_mapper(MAPPER), ArgumentError, "open already"),
-    "nothing in common": (lambda: iter_transfer(KV, MAPPER, held={
+    "nothing in common": (lambda: iter_transfer(KV, MAPPER, available={
         i: TokenRanges.of([(10 * i, 10 * i + 5)]) for i in KV}), CacheError, "no tokens in common"),
 }  # fmt: skip
 
@@ -111,26 +113,28 @@ def test_numpy_integers_are_numbers() -> None:
 def test_layers_may_hold_different_tokens() -> None:
     # Source layers 1 and 3 have lost the beginning; each target layer is made
     # for what both of its sources have.
-    held = {
+    available = {
         0: TokenRanges.all(5),
         1: TokenRanges.last(5, 3),
         2: TokenRanges.all(5),
         3: TokenRanges.last(5, 3, 1),
     }
-    cut = {i: tuple(TokenRanges.all(5).take(held[i], x) for x in pair) for i, pair in KV.items()}
+    cut = {
+        i: tuple(TokenRanges.all(5).take(available[i], x) for x in pair) for i, pair in KV.items()
+    }
     whole = transfer_cache(KV, MAPPER)
-    for t, keys, values in iter_transfer(cut, MAPPER, held=held):
+    for t, keys, values in iter_transfer(cut, MAPPER, available=available):
         sources = MAPPER.layer(t).keys.sources
-        part = held[sources[0]] & held[sources[1]]
+        part = available[sources[0]] & available[sources[1]]
         assert keys.shape[-2] == len(part) < 5
         for got, want in zip((keys, values), whole[t], strict=True):
             assert mx.allclose(got, TokenRanges.all(5).take(part, want), atol=1e-6)
     # Fewer, on request.
-    wanted = {t: TokenRanges.last(5, 2) for t in range(3)}
-    for t, keys, _ in iter_transfer(cut, MAPPER, held=held, wanted=wanted):
+    required = {t: TokenRanges.last(5, 2) for t in range(3)}
+    for t, keys, _ in iter_transfer(cut, MAPPER, available=available, required=required):
         assert mx.allclose(keys, whole[t][0][:, -2:], atol=1e-6)
     with pytest.raises(CacheError, match="Target layer 0 is made for tokens 0…4"):
-        iter_transfer(cut, MAPPER, held=held, wanted={0: TokenRanges.all(5)})
+        iter_transfer(cut, MAPPER, available=available, required={0: TokenRanges.all(5)})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

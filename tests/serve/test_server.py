@@ -85,7 +85,7 @@ def back(tmp_path_factory: pytest.TempPathFactory, pair: dict[str, LoadedModel])
 
 def plain_routes(*paths: Any) -> RouteTable:
     """Routes without what the mappers' evaluations recommend."""
-    return RouteTable([replace(route, head=0, tail=0) for route in load_routes(paths)[0]])
+    return RouteTable([replace(r, native_start=0, native_end=1) for r in load_routes(paths)[0]])
 
 
 class Running:
@@ -400,7 +400,7 @@ def test_a_mapper_that_is_not_worth_it_is_left_out_unless_forced(tmp_path):
 def test_a_policy_is_read(tmp_path):
     quality = Quality.from_record({"verdict": "ship", "policy": {"head": 4, "tail": 16}})
     (route,) = load_routes([altered(tmp_path, quality=quality)])[0]
-    assert (route.head, route.tail, route.verdict) == (4, 16, "ship")
+    assert (route.native_start, route.native_end, route.verdict) == (4, 16, "ship")
 
 
 @pytest.mark.parametrize("policy", [{"head": -1}, {"tail": "4"}, {"tail": True}, [4, 16]])
@@ -718,7 +718,7 @@ def test_a_failed_mapping_is_said_and_the_prompt_read(bench, caplog, monkeypatch
 
     bench.read("small", IDS[:20])
     bench.read("large", IDS)
-    monkeypatch.setattr(store_module, "map_cache", fail)
+    monkeypatch.setattr(store_module, "map_prompt", fail)
     with caplog.at_level(logging.WARNING, "kvgraft.serve"):
         fetched, origin = bench.read("small", [*IDS, 1])
     assert origin.native and fetched is not None and "no such luck" in caplog.text

@@ -1,4 +1,4 @@
-"""mlx-lm's cache objects, read and built; with :mod:`kvgraft.kinds` all that touches them.
+"""mlx-lm's cache objects, read, built and mapped.
 
 Caches are read and built by attributes (``keys``, ``values``, ``offset``),
 never through ``.state``: its meaning changed between mlx-lm 0.31 and 0.32.
@@ -9,14 +9,8 @@ read here is a new object over the same memory, and what is built never holds an
 object of the caller's.
 """
 
-from kvgraft.cache.build import (
-    build_cache,
-    check_mappable,
-    check_quantizable,
-    compact,
-    required_positions,
-)
-from kvgraft.cache.length import n_tokens, quantization, size_limit, trim
+from kvgraft.cache.build import build_cache, check_mappable, check_quantizable, compact
+from kvgraft.cache.inspect import n_tokens, quantization, size_limit
 from kvgraft.cache.provenance import (
     MappedRange,
     Provenance,
@@ -26,6 +20,8 @@ from kvgraft.cache.provenance import (
     provenance_of,
 )
 from kvgraft.cache.read import read_cache
+from kvgraft.cache.required_ranges import required_positions
+from kvgraft.cache.rewind import trim
 from kvgraft.cache.snapshot import CacheSnapshot, QuantizedRows, SizeLimit
 
 __all__ = [

@@ -10,6 +10,7 @@ import mlx.core as mx
 from kvgraft import _ext
 from kvgraft.cache.provenance import Provenance, mark
 from kvgraft.cache.read import inner_caches, read_entry
+from kvgraft.cache.required_ranges import required_positions
 from kvgraft.cache.snapshot import QuantizedRows, SizeLimit
 from kvgraft.errors import CacheError, GeometryError
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
@@ -17,7 +18,7 @@ from kvgraft.models.token_ranges import TokenRanges
 from kvgraft.ops.dtypes import saturate
 from kvgraft.option_names import named
 
-__all__ = ["build_cache", "check_mappable", "check_quantizable", "compact", "required_positions"]
+__all__ = ["build_cache", "check_mappable", "check_quantizable", "compact"]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _GROUP_SIZES = (32, 64, 128)
@@ -30,7 +31,7 @@ def build_cache(
     *,
     dtype: mx.Dtype | None = None,
     provenance: Provenance | None = None,
-    held: Sequence[TokenRanges] | None = None,
+    token_ranges: Sequence[TokenRanges] | None = None,
     size_limit: SizeLimit | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
@@ -52,7 +53,7 @@ def build_cache(
         dtype: dtype to store; default that of the geometry. Values beyond its
             range are clamped to its largest.
         provenance: Mark the result as mapped.
-        held: Per cache, the tokens whose rows are given, where these are not
+        token_ranges: Per cache, the tokens whose rows are given, where these are not
             all tokens of the text. A sliding layer needs the last ``window``.
         size_limit: Make a cache of limited size, as ``max_kv_size`` does; models
             with sliding layers have no such limit.
@@ -81,28 +82,28 @@ def build_cache(
         raise GeometryError(f"A cache cannot be stored as {store}; use a float dtype.")
     if kv_bits is not None:
         check_quantizable(geometry, kv_bits, kv_group_size, size_limit)
-    if held is not None:
-        _check_count(geometry, len(held))
+    if token_ranges is not None:
+        _check_count(geometry, len(token_ranges))
     if isinstance(layers, (list, tuple)):
         first: mx.array | None = None
         for layer, (k, v) in enumerate(layers):
-            checked, _ = _check_layer(geometry, layer, k, v, first, held)
+            checked, _ = _check_layer(geometry, layer, k, v, first, token_ranges)
             first = checked if first is None else first
         _check_count(geometry, len(layers))
 
     caches: list[Any] = []
     first = None
     for layer, (k, v) in enumerate(layers):
-        k, v = _check_layer(geometry, layer, k, v, first, held)
+        k, v = _check_layer(geometry, layer, k, v, first, token_ranges)
         first = k if first is None else first
-        given = TokenRanges.all(k.shape[2]) if held is None else held[layer]
-        wanted = required_positions(geometry.layers[layer], given.stop, size_limit)
-        if not given.covers(wanted):
+        given = TokenRanges.all(k.shape[2]) if token_ranges is None else token_ranges[layer]
+        required = required_positions(geometry.layers[layer], given.stop, size_limit)
+        if not given.covers(required):
             raise CacheError(
-                f"Cache {layer} of {geometry.model_type} needs tokens {wanted}, and tokens "
+                f"Cache {layer} of {geometry.model_type} needs tokens {required}, and tokens "
                 f"{given} are given."
             )
-        k, v = given.take(wanted, k), given.take(wanted, v)
+        k, v = given.take(required, k), given.take(required, v)
         if not (_ext.all_finite(k) and _ext.all_finite(v)):
             raise CacheError(
                 f"Layer {layer} holds NaN or infinite values. One of them would spoil every "
@@ -119,20 +120,6 @@ def build_cache(
     if provenance is not None:
         mark(caches, provenance)
     return caches
-
-
-def required_positions(
-    layer: LayerGeometry, n_tokens: int, size_limit: SizeLimit | None = None
-) -> TokenRanges:
-    """Which of the first ``n_tokens`` tokens a layer's cache has to hold.
-
-    All of them, the last ``window`` of a sliding layer, or what ``size_limit`` leaves.
-    """
-    if layer.window is not None:
-        return TokenRanges.last(n_tokens, layer.window)
-    if size_limit is not None:
-        return TokenRanges.last(n_tokens, size_limit.max_size, size_limit.keep)
-    return TokenRanges.all(n_tokens)
 
 
 def check_mappable(geometry: ModelGeometry, role: str) -> None:
@@ -185,18 +172,19 @@ def _check_layer(
     k: mx.array,
     v: mx.array,
     first: mx.array | None,
-    held: Sequence[TokenRanges] | None,
+    token_ranges: Sequence[TokenRanges] | None,
 ) -> tuple[mx.array, mx.array]:
     """Check one layer's arrays against the target and the first layer; add a batch axis."""
     if layer >= len(geometry.layers):
         _check_count(geometry, layer + 1)
     k, v = _batched(k, layer, "keys"), _batched(v, layer, "values")
     batch, n = (k if first is None else first).shape[0], (k if first is None else first).shape[2]
-    if held is not None:
-        n = len(held[layer])
-        if held[layer].stop != held[0].stop:
+    if token_ranges is not None:
+        n = len(token_ranges[layer])
+        if token_ranges[layer].stop != token_ranges[0].stop:
             raise CacheError(
-                f"Layer {layer} ends with token {held[layer].stop}, layer 0 with {held[0].stop}."
+                f"Layer {layer} ends with token {token_ranges[layer].stop}, layer 0 with "
+                f"{token_ranges[0].stop}."
             )
     shape = geometry.layers[layer]
     for name, x, dim in (("keys", k, shape.key_dim), ("values", v, shape.value_dim)):
@@ -283,16 +271,16 @@ def _compact(entry: Any, name: str) -> Any:
             tuple(mx.contiguous(part) for part in (x.packed, x.scales, x.biases))
             for x in (rows.keys, rows.values)
         )
-        made.offset = rows.held.stop
+        made.offset = rows.token_ranges.stop
         return made
     k, v = rows.pair()
     if type(entry).__name__ == "RotatingKVCache":
-        part = TokenRanges.last(rows.held.stop, entry.max_size, entry.keep)
-        if rows.held.covers(part):
-            k, v = rows.held.take(part, k), rows.held.take(part, v)
+        part = TokenRanges.last(rows.token_ranges.stop, entry.max_size, entry.keep)
+        if rows.token_ranges.covers(part):
+            k, v = rows.token_ranges.take(part, k), rows.token_ranges.take(part, v)
         made = kinds.RotatingKVCache(max_size=entry.max_size, keep=entry.keep)
         made._idx = int(k.shape[2])
     else:
         made = kinds.KVCache()
-    made.keys, made.values, made.offset = mx.contiguous(k), mx.contiguous(v), rows.held.stop
+    made.keys, made.values, made.offset = mx.contiguous(k), mx.contiguous(v), rows.token_ranges.stop
     return made

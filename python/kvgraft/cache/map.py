@@ -1,26 +1,110 @@
-"""From a cache that one model filled to a cache that another can go on from."""
+"""From a cache that one model filled to a cache that another can continue from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
 
-from kvgraft import cache as caches
+from kvgraft.cache import inspect
+from kvgraft.cache.build import build_cache, check_quantizable
+from kvgraft.cache.provenance import Provenance, provenance_of
+from kvgraft.cache.read import read_cache
 from kvgraft.cache.required_ranges import required_ranges
-from kvgraft.cache.snapshot import LayerRows
-from kvgraft.errors import CacheError
+from kvgraft.cache.rewind import cut_snapshot
+from kvgraft.cache.snapshot import CacheSnapshot, LayerRows
+from kvgraft.errors import CacheError, NothingToMapError
 from kvgraft.mapper import transfer
 from kvgraft.mapper.data import require_mapper
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.pair import check_pair
-from kvgraft.models.geometry import LayerGeometry, ModelGeometry
+from kvgraft.models.forward import extend_cache
+from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.probe import read_geometry
 from kvgraft.models.token_ranges import TokenRanges
+from kvgraft.option_names import named
 
-__all__ = ["map_cache"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "MapOptions",
+    "MappedPrompt",
+    "PromptSplit",
+    "check_native_ends",
+    "map_cache",
+    "map_prompt",
+    "split_prompt",
+]
+
+Layer = tuple[int, mx.array, mx.array]
+"""Index, keys and values of a layer."""
+
+
+class MapOptions(TypedDict, total=False):
+    """Keyword arguments of :func:`map_cache` that :func:`map_prompt` takes too."""
+
+    target_geometry: ModelGeometry | None
+    row: int | None
+    unload_after: bool
+    consume: bool
+    on_layer: Callable[[int], None] | None
+    kv_bits: int | None
+    kv_group_size: int
+
+
+@dataclass(frozen=True)
+class PromptSplit:
+    """Which tokens of a prompt are mapped, and which the target reads itself.
+
+    Attributes:
+        n_tokens: Tokens that the target's cache will hold. Generation continues from
+            one more, which is not among them.
+        native_start: First tokens, read by the target.
+        stop: Position after the last mapped token.
+    """
+
+    n_tokens: int
+    native_start: int
+    stop: int
+
+    @property
+    def mapped(self) -> int:
+        """Number of mapped tokens."""
+        return self.stop - self.native_start
+
+    @property
+    def native_end(self) -> int:
+        """Last tokens, read by the target; the one that generation continues from counts."""
+        return self.n_tokens + 1 - self.stop
+
+
+@dataclass(frozen=True)
+class MappedPrompt:
+    """What :func:`map_prompt` made.
+
+    Attributes:
+        cache: The target's prompt cache, evaluated, marked as mapped.
+        native_start: First tokens, computed by the target itself.
+        reused: Of these, how many ``start_cache`` held.
+        mapped: Tokens after them, mapped.
+        native_end: Last tokens, computed by the target itself; the one that generation
+            continues from, which is not in the cache, counts as one.
+        seconds: Wall time of the parts that took place: ``"start"``, ``"map"``, ``"end"``.
+    """
+
+    cache: list[Any]
+    native_start: int
+    reused: int
+    mapped: int
+    native_end: int
+    seconds: Mapping[str, float]
 
 
 def map_cache(
@@ -28,11 +112,11 @@ def map_cache(
     mapper: Mapper,
     target: Module,
     *,
+    n_tokens: int | None = None,
+    start_cache: Sequence[Any] | None = None,
     target_geometry: ModelGeometry | None = None,
     row: int | None = None,
     unload_after: bool = True,
-    n_tokens: int | None = None,
-    head: Sequence[Any] | None = None,
     consume: bool = False,
     on_layer: Callable[[int], None] | None = None,
     kv_bits: int | None = None,
@@ -40,20 +124,21 @@ def map_cache(
 ) -> list[Any]:
     """Map a source model's prompt cache into one for ``target``.
 
-    The cache covers the same tokens at the same positions. Give the target the
-    last token of the conversation to read itself: hand over all but one token.
+    The cache covers the same tokens at the same positions. The target reads the
+    last token of the conversation itself, so map the cache of all tokens but one.
+    :func:`map_prompt` also lets the target read tokens at both ends.
 
     Args:
         source_cache: mlx-lm prompt cache filled by the source; not changed unless
             ``consume``.
         mapper: Mapper for this pair.
         target: The live target model; its dtype and geometry decide what is written.
+        n_tokens: Map only the first ``n_tokens``; default all.
+        start_cache: A cache of the target's own that holds the first of these tokens.
+            Its rows are copied, and only those after them are mapped.
         target_geometry: The target's geometry if it was read before.
         row: Which conversation of a batch cache to map.
         unload_after: Keep at most one layer's mapper weights in memory.
-        n_tokens: Hand over only the first ``n_tokens``; default all.
-        head: A cache of the target's own that holds the first of these tokens.
-            Its rows are taken as they are, and only those after them are mapped.
         consume: Empty ``source_cache``, a list, and drop each of its layers as
             soon as no later target layer needs it.
         on_layer: Called after each target layer with its index.
@@ -65,28 +150,22 @@ def map_cache(
 
     Raises:
         CacheError: If a cache is empty, inconsistent or of a class that is not
-            read, holds fewer tokens than asked for, or ``head`` leaves nothing
-            to map.
+            supported, or holds fewer tokens than asked for.
+        NothingToMapError: If ``start_cache`` holds all of the tokens.
         PairMismatchError: If the cache or the target is not what the mapper was
             fitted for.
     """
-    require_mapper(mapper)
-    geometry = read_geometry(target) if target_geometry is None else target_geometry
-    check_pair(mapper, target=geometry)
-    snapshot = caches.read_cache(source_cache, mapper.source, row=row)
-    before = caches.provenance_of(source_cache)
-    stop = snapshot.offset if n_tokens is None else n_tokens
-    own = None if head is None else caches.read_cache(head, geometry)
+    geometry = _target_geometry(mapper, target, target_geometry)
+    snapshot = read_cache(source_cache, mapper.source, row=row)
+    before = provenance_of(source_cache)
+    own = None if start_cache is None else read_cache(start_cache, geometry)
     start = 0 if own is None else own.offset
-    if not 0 <= start < stop <= snapshot.offset:
-        raise CacheError(
-            f"Nothing to map between token {start} (the target's own head) and {stop}: the source "
-            f"cache holds {snapshot.offset} tokens."
-        )
+    stop = snapshot.offset if n_tokens is None else n_tokens
+    _check_stretch(start, stop, snapshot.offset)
     snapshot = cut_snapshot(snapshot, stop, mapper.source)
-    plan = required_ranges(snapshot, geometry)
+    ranges = required_ranges(snapshot, geometry)
     if kv_bits is not None:
-        caches.check_quantizable(geometry, kv_bits, kv_group_size, plan.size_limit)
+        check_quantizable(geometry, kv_bits, kv_group_size, ranges.size_limit)
     rows = snapshot.source_kv()
     del snapshot
     if consume:
@@ -95,112 +174,214 @@ def map_cache(
         source_cache.clear()
         for layer in set(rows) - set(mapper.source_layers):
             del rows[layer]
-
-    def layers() -> Iterator[tuple[mx.array, mx.array]]:
-        mapped = transfer.iter_transfer(
-            rows,
-            mapper,
-            unload_after=unload_after,
-            dtype=geometry.mx_dtype,
-            consume=consume,
-            held=plan.held,
-            wanted={i: want & TokenRanges.of([(start, stop)]) for i, want in plan.wanted.items()},
-            check_finite=True,
-        )
-        for layer, keys, values in mapped:
-            if own is not None:
-                keys, values = _behind(own.rows[layer], plan.wanted[layer], keys, values)
-            yield keys, values
-            if on_layer is not None:
-                on_layer(layer)
-
-    return caches.build_cache(
+    to_map = TokenRanges.of([(start, stop)])
+    mapped = transfer.iter_transfer(
+        rows,
+        mapper,
+        unload_after=unload_after,
+        dtype=geometry.mx_dtype,
+        consume=consume,
+        available=ranges.available,
+        required={layer: required & to_map for layer, required in ranges.required.items()},
+        check_finite=True,
+    )
+    return build_cache(
         geometry,
-        layers(),
-        provenance=_provenance(mapper, start, stop, before, caches.provenance_of(head or ())),
-        held=[plan.wanted[i] for i in range(len(geometry.layers))],
-        size_limit=plan.size_limit,
+        _joined(mapped, own, ranges.required, on_layer),
+        provenance=_provenance(mapper, start, stop, before, provenance_of(start_cache or ())),
+        token_ranges=[ranges.required[layer] for layer in range(len(geometry.layers))],
+        size_limit=ranges.size_limit,
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
     )
 
 
-def cut_snapshot(
-    snapshot: caches.CacheSnapshot, stop: int, geometry: ModelGeometry
-) -> caches.CacheSnapshot:
-    """The same cache as it was after ``stop`` tokens.
+def map_prompt(
+    source_cache: Sequence[Any],
+    mapper: Mapper,
+    target: Module,
+    tokens: Sequence[int] | None = None,
+    *,
+    n_tokens: int | None = None,
+    native_start: int | None = None,
+    native_end: int | None = None,
+    start_cache: list[Any] | None = None,
+    step: int = 2048,
+    on_start_step: Callable[[int], None] | None = None,
+    **options: Unpack[MapOptions],
+) -> MappedPrompt:
+    """Make the target's cache of a prompt: native start, mapped middle, native end.
 
-    A ring that wrapped has dropped a token for each one that it took since. Of
-    these the oldest place is the next to be overwritten and never seen again, so
-    going back by one token is exact: that place is filled with a row of another.
+    The target reads the first ``native_start`` tokens itself, the rows after them are
+    mapped, and the target reads the last ones on top of that. Which tokens are which
+    is decided by :func:`split_prompt`, whose rules hold for every caller.
+
+    Args:
+        source_cache: See :func:`map_cache`.
+        mapper: Mapper for this pair.
+        target: The live target model.
+        tokens: Ids of the tokens in the resulting cache; the one that generation
+            continues from may follow. Needed where the target reads any of them.
+        n_tokens: Tokens that the resulting cache holds; default as many as
+            ``source_cache``, which may hold more, or fewer.
+        native_start: Tokens at the start that the target reads itself; default what
+            the mapper's evaluation recommends.
+        native_end: Tokens at the end that the target reads itself. The one that
+            generation continues from, which is not part of the cache, counts: with 1
+            all that ``source_cache`` holds is mapped. Default likewise.
+        start_cache: A cache of the target's own that holds the first of the tokens,
+            or none yet. The native start is at least what it holds. Used up.
+        step: Tokens per forward pass of the target.
+        on_start_step: Called after each forward pass over the native start, with the
+            tokens read so far.
+        options: See :func:`map_cache`.
 
     Raises:
-        CacheError: If layers have dropped more tokens than that.
+        NothingToMapError: If native start and end leave nothing to map, before any
+            work; ``start_cache`` is as it was.
+        CacheError: As :func:`map_cache`; or if native start or end are out of range,
+            or need token ids and ``tokens`` are not as many as the cache's.
+        PairMismatchError: As :func:`map_cache`.
+        TokenIdError: If the target does not have all of the tokens.
     """
-    if stop == snapshot.offset:
-        return snapshot
-    rows = []
-    for layer, row in enumerate(snapshot.rows):
-        held = row.held & TokenRanges.all(stop)
-        want = _ring(geometry.layers[layer], snapshot.size_limit, stop)
-        if want is not None and not held.covers(want):
-            if snapshot.offset - stop > 1:
-                raise CacheError(
-                    f"Layer {layer} has dropped tokens and cannot go back by "
-                    f"{snapshot.offset - stop} of them. Hand over with a tail of 1, or re-prefill."
-                )
-            rows.append(_with_filler(row, held, want))
-        else:
-            rows.append(LayerRows(_take(row, held, "keys"), _take(row, held, "values"), held))
-    return caches.CacheSnapshot(tuple(rows), stop, snapshot.size_limit)
-
-
-def _ring(
-    layer: LayerGeometry, size_limit: caches.SizeLimit | None, n_tokens: int
-) -> TokenRanges | None:
-    if layer.window is None and size_limit is None:
-        return None
-    return caches.required_positions(layer, n_tokens, size_limit)
-
-
-def _take(row: LayerRows, part: TokenRanges, name: str) -> mx.array | caches.QuantizedRows:
-    rows = row.keys if name == "keys" else row.values
-    if isinstance(rows, caches.QuantizedRows):
-        packed, scales, biases = (
-            row.held.take(part, x) for x in (rows.packed, rows.scales, rows.biases)
+    geometry = _target_geometry(mapper, target, options.get("target_geometry"))
+    options["target_geometry"] = geometry
+    available = read_cache(source_cache, mapper.source, row=options.get("row")).offset
+    n = available if n_tokens is None else n_tokens
+    reused = 0 if start_cache is None else inspect.n_tokens(start_cache)
+    start = mapper.quality.native_start if native_start is None else native_start
+    end = mapper.quality.native_end if native_end is None else native_end
+    check_native_ends(start, end)
+    ids = _token_ids(tokens, n) if max(start, end - 1, n - available) > 0 else []
+    split = split_prompt(n, max(start, reused), end, available=available)
+    seconds: dict[str, float] = {}
+    own: list[Any] | None = None
+    if split.native_start:
+        with _timed(seconds, "start"):
+            own = list(make_prompt_cache(target)) if start_cache is None else start_cache
+            unread = ids[reused : split.native_start]
+            extend_cache(target, unread, own, step=step, on_step=on_start_step)
+    with _timed(seconds, "map"):
+        cache = map_cache(
+            source_cache, mapper, target, n_tokens=split.stop, start_cache=own, **options
         )
-        return caches.QuantizedRows(packed, scales, biases, rows.group_size, rows.bits)
-    return row.held.take(part, rows)
+    del own
+    if start_cache is not None:
+        start_cache.clear()  # its rows were copied
+    if split.stop < n:
+        with _timed(seconds, "end"):
+            extend_cache(target, ids[split.stop : n], cache, step=step)
+    return MappedPrompt(cache, split.native_start, reused, split.mapped, split.native_end, seconds)
 
 
-def _with_filler(row: LayerRows, held: TokenRanges, want: TokenRanges) -> LayerRows:
-    """Rows of ``want``, of which ``held`` lacks one; its neighbour stands in for it."""
-    have = held & want
-    absent = next(p for start, stop in want.ranges for p in range(start, stop) if not _in(have, p))
-    before = len(have & TokenRanges.all(absent))
+def split_prompt(
+    n_tokens: int, native_start: int, native_end: int, *, available: int | None = None
+) -> PromptSplit:
+    """Decide which tokens of a prompt are mapped.
 
-    def fill(x: mx.array | caches.QuantizedRows) -> mx.array:
-        assert isinstance(x, mx.array)  # rings are not quantised
-        x = row.held.take(have, x)
-        stand_in = x[..., before : before + 1, :]
-        return mx.concatenate([x[..., :before, :], stand_in, x[..., before:, :]], axis=-2)
+    * The first ``native_start`` tokens are the target's own.
+    * The last ``native_end`` are too. These are counted with the token that generation
+      continues from, so of the ``n_tokens`` in the cache the last ``native_end - 1``.
+    * What the source's cache does not hold is not mapped: the native end grows.
+    * Everything in between is mapped, at least one token. Otherwise nothing is: this
+      raises, and the caller decides whether to re-prefill or to refuse.
 
-    return LayerRows(fill(row.keys), fill(row.values), want)
+    Args:
+        n_tokens: Tokens that the target's cache is to hold: all of the prompt but the
+            last.
+        native_start: Tokens at the start that the target reads itself.
+        native_end: Tokens at the end that the target reads itself.
+        available: Tokens that the source's cache holds; default enough.
+
+    Raises:
+        NothingToMapError: If nothing is left to map.
+        CacheError: If ``native_start`` is negative or ``native_end`` below 1.
+    """
+    check_native_ends(native_start, native_end)
+    stop = n_tokens + 1 - native_end
+    if available is not None:
+        stop = min(stop, available)
+    if native_start >= stop:
+        raise NothingToMapError(
+            f"Of {n_tokens + 1} tokens the target reads the first {native_start} and the last "
+            f"{native_end} itself: nothing is left to map."
+        )
+    return PromptSplit(n_tokens, native_start, stop)
 
 
-def _in(held: TokenRanges, position: int) -> bool:
-    return held.covers(TokenRanges.of([(position, position + 1)]))
+def check_native_ends(native_start: int, native_end: int) -> None:
+    """Check native start and end by themselves, before any work.
+
+    Raises:
+        CacheError: If ``native_start`` is negative or ``native_end`` below 1.
+    """
+    if native_start < 0:
+        raise CacheError(f"{named('native_start')} is a number of tokens, not {native_start}.")
+    if native_end < 1:
+        raise CacheError(
+            f"{named('native_end')} must be at least 1, not {native_end}: it counts the token that "
+            "generation continues from, which the target always reads itself."
+        )
+
+
+def _target_geometry(
+    mapper: Mapper, target: Module, geometry: ModelGeometry | None
+) -> ModelGeometry:
+    """The target's geometry; raises if the mapper was fitted for another model."""
+    require_mapper(mapper)
+    geometry = read_geometry(target) if geometry is None else geometry
+    check_pair(mapper, target=geometry)
+    return geometry
+
+
+def _token_ids(tokens: Sequence[int] | None, n_tokens: int) -> Sequence[int]:
+    if tokens is None or len(tokens) not in (n_tokens, n_tokens + 1):
+        raise CacheError(
+            f"The target needs the ids of the {n_tokens} tokens to read some of them itself; "
+            f"{'none' if tokens is None else len(tokens)} were given."
+        )
+    return tokens
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[part] = time.perf_counter() - started
+
+
+def _check_stretch(start: int, stop: int, available: int) -> None:
+    if stop > available:
+        raise CacheError(f"The source cache holds {available} tokens, not the {stop} asked for.")
+    if start >= stop:
+        raise NothingToMapError(
+            f"Nothing to map: the target's own cache holds {start} tokens already, of {stop}."
+        )
+
+
+def _joined(
+    mapped: Iterable[Layer],
+    own: CacheSnapshot | None,
+    required: Mapping[int, TokenRanges],
+    on_layer: Callable[[int], None] | None,
+) -> Iterator[tuple[mx.array, mx.array]]:
+    """Each target layer's rows, the target's own first."""
+    for layer, keys, values in mapped:
+        if own is not None:
+            keys, values = _behind(own.rows[layer], required[layer], keys, values)
+        yield keys, values
+        if on_layer is not None:
+            on_layer(layer)
 
 
 def _behind(
-    own: LayerRows, want: TokenRanges, keys: mx.array, values: mx.array
+    own: LayerRows, required: TokenRanges, keys: mx.array, values: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Mapped rows after those of ``want`` that the target has itself."""
-    part = own.held & want
+    """Mapped rows after those of ``required`` that the target has itself."""
+    part = own.token_ranges & required
     if not len(part):
         return keys, values
-    k, v = own.pair()
-    k, v = own.held.take(part, k), own.held.take(part, v)
+    k, v = (own.token_ranges.take(part, x) for x in own.pair())
     return (
         mx.concatenate([k.astype(keys.dtype), keys], axis=-2),
         mx.concatenate([v.astype(values.dtype), values], axis=-2),
@@ -211,11 +392,11 @@ def _provenance(
     mapper: Mapper,
     start: int,
     stop: int,
-    before: caches.Provenance | None,
-    native_start: caches.Provenance | None,
-) -> caches.Provenance:
+    before: Provenance | None,
+    native_start: Provenance | None,
+) -> Provenance:
     source, target = mapper.source_model, mapper.target_model
-    return caches.Provenance(
+    return Provenance(
         source=source.name if source else mapper.source.model_type,
         target=target.name if target else mapper.target.model_type,
         mapper=mapper.describe(),

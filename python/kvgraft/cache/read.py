@@ -80,12 +80,12 @@ def read_cache(
             "appended to it."
         )
     read = [read_entry(entry, name, row) for name, entry in entries]
-    offset = read[0].held.stop
+    offset = read[0].token_ranges.stop
     for (name, _), layer in zip(entries, read, strict=True):
-        if layer.held.stop != offset:
+        if layer.token_ranges.stop != offset:
             raise CacheError(
                 f"The layers disagree: layer {entries[0][0]} holds {offset} tokens, layer {name} "
-                f"holds {layer.held.stop}. The cache was trimmed or filled only in part; "
+                f"holds {layer.token_ranges.stop}. The cache was trimmed or filled only in part; "
                 "re-prefill."
             )
     batch = read[0].keys.shape[0]
@@ -244,13 +244,13 @@ def _read_ring(entry: Any, name: str, offset: int) -> LayerRows:
         order = [(0, keep), (newest, room), (keep, newest)]
     else:
         raise broken
-    held = TokenRanges.last(offset, sum(b - a for a, b in order), keep)
+    token_ranges = TokenRanges.last(offset, sum(b - a for a, b in order), keep)
 
     def rows(x: mx.array) -> mx.array:
         parts = [x[..., a:b, :] for a, b in order if a < b]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
-    return LayerRows(rows(k), rows(v), held)
+    return LayerRows(rows(k), rows(v), token_ranges)
 
 
 def _bound(
@@ -278,7 +278,7 @@ def _bound(
             )
         size_limit = SizeLimit(*rings[0])
         for i, entry in enumerate(entries):
-            whole = read[i].held == TokenRanges.all(read[i].held.stop)
+            whole = read[i].token_ranges == TokenRanges.all(read[i].token_ranges.stop)
             if type(entry).__name__ == "BatchRotatingKVCache" and not whole:
                 raise UnsupportedCacheError(
                     f"Layer {i} uses BatchRotatingKVCache for a limited cache that has dropped "
@@ -340,8 +340,8 @@ def _read_batch_row(entry: Any, name: str, row: int) -> LayerRows:
             f"Row {row} of layer {name} says that it holds {offset} tokens, but there are "
             f"{n_rows} rows between its padding and the end. {_TRIMMED}"
         )
-    held = TokenRanges.last(offset, n_rows)
-    return LayerRows(k[..., start:stop, :], v[..., start:stop, :], held)
+    token_ranges = TokenRanges.last(offset, n_rows)
+    return LayerRows(k[..., start:stop, :], v[..., start:stop, :], token_ranges)
 
 
 # ---------------------------------------------------------------------- checks

@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvgraft.cache import CacheSnapshot, SizeLimit, required_positions
+from kvgraft.cache.snapshot import CacheSnapshot, SizeLimit
 from kvgraft.errors import GeometryError
-from kvgraft.models.geometry import ModelGeometry
+from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.token_ranges import TokenRanges
 
-__all__ = ["RequiredRanges", "required_ranges"]
+__all__ = ["RequiredRanges", "required_positions", "required_ranges"]
+
+
+def required_positions(
+    layer: LayerGeometry, n_tokens: int, size_limit: SizeLimit | None = None
+) -> TokenRanges:
+    """Which of the first ``n_tokens`` tokens a layer's cache has to hold.
+
+    All of them, the last ``window`` of a sliding layer, or what ``size_limit`` leaves.
+    """
+    if layer.window is not None:
+        return TokenRanges.last(n_tokens, layer.window)
+    if size_limit is not None:
+        return TokenRanges.last(n_tokens, size_limit.max_size, size_limit.keep)
+    return TokenRanges.all(n_tokens)
 
 
 @dataclass(frozen=True)
@@ -18,13 +32,13 @@ class RequiredRanges:
     """Which tokens go where.
 
     Attributes:
-        held: Per source layer, the tokens that it holds.
-        wanted: Per target layer, the tokens to produce.
+        available: Per source layer, the tokens that it holds.
+        required: Per target layer, the tokens to produce.
         size_limit: Limit of the target's cache, if the source's has one.
     """
 
-    held: Mapping[int, TokenRanges]
-    wanted: Mapping[int, TokenRanges]
+    available: Mapping[int, TokenRanges]
+    required: Mapping[int, TokenRanges]
     size_limit: SizeLimit | None
 
 
@@ -53,8 +67,8 @@ def required_ranges(snapshot: CacheSnapshot, target: ModelGeometry) -> RequiredR
                 "limit. Re-prefill."
             )
         size_limit = None
-    wanted = {
+    required = {
         i: required_positions(layer, snapshot.offset, size_limit)
         for i, layer in enumerate(target.layers)
     }
-    return RequiredRanges(dict(enumerate(snapshot.held)), wanted, size_limit)
+    return RequiredRanges(dict(enumerate(snapshot.token_ranges)), required, size_limit)

@@ -62,14 +62,14 @@ class LayerRows:
     """One layer's keys and values.
 
     Attributes:
-        keys: ``[B, H, len(held), D]``, with RoPE, as the cache keeps them.
+        keys: ``[B, H, len(token_ranges), D]``, with RoPE, as the cache keeps them.
         values: Likewise.
-        held: The tokens whose rows these are.
+        token_ranges: The tokens whose rows these are.
     """
 
     keys: mx.array | QuantizedRows
     values: mx.array | QuantizedRows
-    held: TokenRanges
+    token_ranges: TokenRanges
 
     def pair(self) -> tuple[mx.array, mx.array]:
         """``(keys, values)`` as float arrays; quantised ones are dequantised, lazily."""
@@ -87,7 +87,7 @@ class CacheSnapshot:
     Attributes:
         rows: The layers.
         offset: Number of tokens that were read. Full layers hold tokens
-            ``0 … offset-1``; see :attr:`held` for the others.
+            ``0 … offset-1``; see :attr:`token_ranges` for the others.
         size_limit: The limit of a cache made with ``max_kv_size``, else ``None``.
     """
 
@@ -97,31 +97,31 @@ class CacheSnapshot:
 
     @property
     def keys(self) -> tuple[mx.array, ...]:
-        """Per layer ``[B, H, len(held), D]``, with RoPE. Quantised ones are dequantised."""
+        """Per layer ``[B, H, len(token_ranges), D]``, with RoPE. Quantised ones are dequantised."""
         return tuple(k for k, _ in self.layers)
 
     @property
     def values(self) -> tuple[mx.array, ...]:
-        """Per layer ``[B, H, len(held), D]``."""
+        """Per layer ``[B, H, len(token_ranges), D]``."""
         return tuple(v for _, v in self.layers)
 
     @property
     def layers(self) -> list[tuple[mx.array, mx.array]]:
-        """``(keys, values)`` per layer; which tokens' they are, :attr:`held` says.
+        """``(keys, values)`` per layer; which tokens' they are, :attr:`token_ranges` says.
 
         Give both to :func:`kvgraft.cache.build_cache`, unless :attr:`is_whole`.
         """
         return [row.pair() for row in self.rows]
 
     @property
-    def held(self) -> list[TokenRanges]:
+    def token_ranges(self) -> list[TokenRanges]:
         """Per layer, the tokens whose rows it holds."""
-        return [row.held for row in self.rows]
+        return [row.token_ranges for row in self.rows]
 
     @property
     def is_whole(self) -> bool:
         """Whether every layer holds every token."""
-        return all(row.held == TokenRanges.all(self.offset) for row in self.rows)
+        return all(row.token_ranges == TokenRanges.all(self.offset) for row in self.rows)
 
     @property
     def batch_size(self) -> int:
@@ -133,14 +133,14 @@ class CacheSnapshot:
         """Absolute positions of the tokens, ``[N]`` int32, the same in every layer.
 
         Raises:
-            CacheError: If the layers hold different tokens; use :attr:`held`.
+            CacheError: If the layers hold different tokens; use :attr:`token_ranges`.
         """
-        if any(row.held != self.rows[0].held for row in self.rows):
+        if any(row.token_ranges != self.rows[0].token_ranges for row in self.rows):
             raise CacheError(
                 "The layers of this cache hold different tokens (sliding windows), so they "
-                "share no positions. Use its `held`, or kvgraft.cache.map.map_cache."
+                "share no positions. Use its `token_ranges`, or kvgraft.cache.map.map_cache."
             )
-        return self.rows[0].held.positions
+        return self.rows[0].token_ranges.positions
 
     def source_kv(self) -> MutableMapping[int, tuple[mx.array, mx.array]]:
         """``{layer: (keys, values)}`` for :func:`kvgraft.mapper.transfer.iter_transfer`.
@@ -162,7 +162,7 @@ class _Layers(MutableMapping[int, tuple[mx.array, mx.array]]):
 
     def __setitem__(self, layer: int, pair: tuple[mx.array, mx.array]) -> None:
         k, v = pair
-        self._rows[layer] = LayerRows(k, v, self._rows[layer].held)
+        self._rows[layer] = LayerRows(k, v, self._rows[layer].token_ranges)
 
     def __delitem__(self, layer: int) -> None:
         del self._rows[layer]

@@ -98,7 +98,7 @@ def _print_prompt_file(file: PromptFile, every_layer: bool) -> None:
 
 def _rows(row: LayerRows) -> str:
     _, heads, _, dim = row.keys.shape
-    kind = f"{heads} KV heads x {dim}, tokens {row.held}"
+    kind = f"{heads} KV heads x {dim}, tokens {row.token_ranges}"
     if isinstance(row.keys, QuantizedRows):
         return f"{kind}, {row.keys.bits} bits in groups of {row.keys.group_size}"
     return f"{kind}, {str(row.keys.dtype).removeprefix('mlx.core.')}"

@@ -1,11 +1,10 @@
 """lm-evaluation-harness on mapped caches, through mlx-lm's own adapter.
 
-Every prompt is read by the source, its cache is mapped, and the target answers
-from it: the numbers are those of a model that is always handed over to. It needs
-``pip install "kvgraft[lm-eval]"``, and both models in memory::
+The source prefills every prompt, its cache is mapped, and the target answers
+from it. Needs ``pip install "kvgraft[lm-eval]"``, and both models in memory::
 
     import lm_eval
-    from kvgraft.quality.harness import MappedLM
+    from kvgraft.evaluate.lm_eval import MappedLM
 
     lm = MappedLM("SOURCE", "TARGET", "large-to-small")
     print(lm_eval.simple_evaluate(lm, tasks=["arc_easy", "hellaswag"], limit=200)["results"])
@@ -21,7 +20,8 @@ import mlx.core as mx
 from mlx_lm.evaluate import MLXLM
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvgraft.cache.map import map_cache
+from kvgraft.cache.map import check_native_ends, map_prompt, split_prompt
+from kvgraft.errors import NothingToMapError
 from kvgraft.mapper.mapper import Mapper, open_mapper
 from kvgraft.mapper.pair import check_pair
 from kvgraft.models.forward import extend_cache, prefill
@@ -34,17 +34,19 @@ _DEFAULT_TOKENS = 256
 
 
 class MappedLM(MLXLM):
-    """A target model that knows each prompt from a mapped cache alone.
+    """A target model that gets each prompt as a mapped cache.
 
-    Contexts too short to leave anything to map are read by the target itself. What
-    is scored without a context (``loglikelihood_rolling``) is the target's own.
+    The target prefills contexts too short to leave anything to map. Scores without a
+    context (``loglikelihood_rolling``) are the target's own.
 
     Args:
-        source: Model that reads the prompts: loaded, a folder or a repository.
+        source: Model that prefills the prompts: loaded, a folder or a repository.
         target: Model that answers.
         mapper: The mapper, or its path.
-        head: Native tokens at the start; default the mapper's policy.
-        tail: Native tokens at the end, with the last one; default likewise.
+        native_start: Tokens at the start that the target reads itself; default what
+            the mapper's evaluation recommends.
+        native_end: Tokens at the end that it reads itself, the last one included;
+            default likewise.
         max_tokens: Limit of a reply and of a context; default the tasks' own.
         use_chat_template: Whether prompts come with the chat template applied;
             default if the tokenizer has one.
@@ -60,8 +62,8 @@ class MappedLM(MLXLM):
         target: LoadedModel | str | os.PathLike[str],
         mapper: Mapper | str | os.PathLike[str],
         *,
-        head: int | None = None,
-        tail: int | None = None,
+        native_start: int | None = None,
+        native_end: int | None = None,
         max_tokens: int | None = None,
         use_chat_template: bool | None = None,
     ) -> None:
@@ -82,8 +84,9 @@ class MappedLM(MLXLM):
         )
         self._source, self._model, self.tokenizer = first.model, second.model, second.tokenizer
         quality = self._mapper.quality
-        self._head = quality.native_start if head is None else head
-        self._tail = max(1, quality.native_end if tail is None else tail)
+        self._native_start = quality.native_start if native_start is None else native_start
+        self._native_end = quality.native_end if native_end is None else native_end
+        check_native_ends(self._native_start, self._native_end)
         self._max_tokens = max_tokens
         self._batch_size = 1
         self._sampler = None
@@ -91,29 +94,31 @@ class MappedLM(MLXLM):
         if use_chat_template is None:
             self.use_chat_template = getattr(self.tokenizer, "chat_template", None) is not None
 
-    def hand_over(self, tokens: Sequence[int]) -> list[Any]:
+    def prompt_cache(self, tokens: Sequence[int]) -> list[Any]:
         """The target's cache of all but the last of ``tokens``."""
-        end = len(tokens) - self._tail
-        if end <= self._head or end < 1:
+        n = len(tokens) - 1
+        try:
+            split = split_prompt(n, self._native_start, self._native_end)
+        except NothingToMapError:
             short: list[Any] = make_prompt_cache(self._model)
-            extend_cache(self._model, tokens[:-1], short)
+            extend_cache(self._model, tokens[:n], short)
             return short
-        own = prefill(self._model, tokens[: self._head]) if self._head else None
-        cache = map_cache(
-            prefill(self._source, tokens[:end]),
+        return map_prompt(
+            prefill(self._source, tokens[: split.stop]),
             self._mapper,
             self._model,
+            tokens,
+            n_tokens=n,
+            native_start=self._native_start,
+            native_end=self._native_end,
             target_geometry=self._geometry,
             unload_after=False,
-            head=own,
-        )
-        extend_cache(self._model, tokens[end:-1], cache)
-        return cache
+        ).cache
 
     def _process_prompt(self, prompt: Any, step_size: int = 2048) -> tuple[mx.array, list[Any]]:
         """MLXLM's hook: log-probabilities after a prompt, and the cache that holds it."""
         tokens = [int(t) for t in prompt]
-        cache = self.hand_over(tokens)
+        cache = self.prompt_cache(tokens)
         logits = self._model(mx.array([tokens[-1:]]), cache=cache)[:, -1].astype(mx.float32)
         log_p = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         mx.eval(log_p, [entry.state for entry in cache])
@@ -129,7 +134,7 @@ class MappedLM(MLXLM):
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         ends = {int(i) for i in self.tokenizer.eos_token_ids}
-        cache = self.hand_over(tokens)
+        cache = self.prompt_cache(tokens)
         out: list[int] = []
         unread, text = tokens[-1:], ""
         while len(out) < limit:

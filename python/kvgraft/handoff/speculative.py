@@ -2,16 +2,15 @@
 
 A small draft model proposes tokens and the target verifies each of them
 (Leviathan et al., arXiv:2211.17192), so the text is the target's own whatever
-the draft model believes. Here the target's cache is mapped into the draft
-model's, instead of letting the draft model read everything once more. That is
-the one use of a mapper that loses nothing: a poor map costs accepted
-proposals, never quality.
+the draft model proposes. Here the target's cache is mapped into the draft
+model's, so that the draft model need not prefill. A poor map lowers the share of
+accepted proposals, never the quality of the text.
 
-mlx-lm wants one list with the target's caches and then the draft model's, both
+mlx-lm takes one list with the target's caches and then the draft model's, both
 holding the same tokens::
 
     from mlx_lm import stream_generate
-    from kvgraft.speculative import joint_cache
+    from kvgraft.handoff.speculative import joint_cache
 
     cache = joint_cache(target_cache, mapper, target, draft)
     stream_generate(target, tokenizer, rest, draft_model=draft, prompt_cache=cache)
@@ -19,34 +18,21 @@ holding the same tokens::
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.layers.base import Module
-from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
-from kvgraft import cache as caches
-from kvgraft.cache.map import map_cache
-from kvgraft.errors import CacheError, UnsupportedModelError
+from kvgraft.cache.map import map_prompt
+from kvgraft.errors import CacheError, NothingToMapError, UnsupportedModelError
 from kvgraft.mapper.mapper import Mapper
-from kvgraft.models.forward import extend_cache, prefill
+from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import ModelGeometry
 
-__all__ = [
-    "Arm",
-    "Measurement",
-    "acceptance",
-    "check_models",
-    "draft_cache",
-    "joint_cache",
-    "measure",
-    "speculate",
-]
+__all__ = ["acceptance", "check_models", "draft_cache", "joint_cache", "speculate"]
 
 
 def check_models(target: Module, draft: Module) -> None:
@@ -79,7 +65,7 @@ def draft_cache(
     draft: Module,
     *,
     tokens: Sequence[int] | None = None,
-    tail: int = 0,
+    native_end: int = 1,
     draft_geometry: ModelGeometry | None = None,
 ) -> list[Any]:
     """Make the draft model's cache out of the target's.
@@ -89,37 +75,32 @@ def draft_cache(
             changed.
         mapper: A mapper from the target to the draft model.
         draft: The draft model.
-        tokens: The tokens that the cache holds; needed for ``tail``.
-        tail: Tokens at the end that the draft model reads itself. The tokens
-            that it proposes from depend on these most.
+        tokens: The tokens that the cache holds; needed if ``native_end`` is above 1.
+        native_end: Tokens at the end that the draft model reads itself, the one that
+            generation continues from (not in the cache) included. The draft model's
+            proposals depend on these most.
         draft_geometry: Geometry of the draft model if it was read before.
 
     Returns:
         The draft model's cache, holding the same tokens.
 
     Raises:
-        CacheError: If the target's cache can't be read, or ``tokens`` are not
-            as many as it holds.
+        CacheError: If the target's cache can't be read, ``native_end`` is below 1, or
+            ``tokens`` are not as many as it holds.
         PairMismatchError: If the mapper leads to another model.
     """
-    if tail < 0:
-        raise CacheError(f"A tail of {tail} tokens makes no sense.")
-    if tail == 0:
-        return map_cache(target_cache, mapper, draft, target_geometry=draft_geometry)
-    n = caches.read_cache(target_cache, mapper.source).offset
-    if tokens is None or len(tokens) != n:
-        raise CacheError(
-            f"For a tail, the draft model needs the {n} tokens of the target's cache; "
-            f"{'none' if tokens is None else len(tokens)} were given."
-        )
-    ids = list(tokens)
-    if tail >= n:
-        return prefill(draft, ids)
-    cache = map_cache(
-        target_cache, mapper, draft, target_geometry=draft_geometry, n_tokens=n - tail
-    )
-    extend_cache(draft, ids[n - tail :], cache)
-    return cache
+    try:
+        return map_prompt(
+            target_cache,
+            mapper,
+            draft,
+            tokens,
+            native_start=0,
+            native_end=native_end,
+            target_geometry=draft_geometry,
+        ).cache
+    except NothingToMapError:
+        return prefill(draft, tokens or ())
 
 
 def joint_cache(
@@ -129,7 +110,7 @@ def joint_cache(
     draft: Module,
     *,
     tokens: Sequence[int] | None = None,
-    tail: int = 0,
+    native_end: int = 1,
     draft_geometry: ModelGeometry | None = None,
 ) -> list[Any]:
     """The ``prompt_cache`` that mlx-lm's speculative decoding takes.
@@ -144,7 +125,7 @@ def joint_cache(
         target: The target.
         draft: The draft model.
         tokens: See :func:`draft_cache`.
-        tail: See :func:`draft_cache`.
+        native_end: See :func:`draft_cache`.
         draft_geometry: See :func:`draft_cache`.
 
     Raises:
@@ -160,7 +141,12 @@ def joint_cache(
             "wrapped), so rejected tokens could not be taken back. Generate without a draft model."
         )
     drafted = draft_cache(
-        target_cache, mapper, draft, tokens=tokens, tail=tail, draft_geometry=draft_geometry
+        target_cache,
+        mapper,
+        draft,
+        tokens=tokens,
+        native_end=native_end,
+        draft_geometry=draft_geometry,
     )
     return [*target_cache, *drafted]
 
@@ -230,144 +216,3 @@ def acceptance(from_draft: Sequence[bool], num_draft_tokens: int) -> float:
             rounds += 1
             current = 0
     return accepted / (rounds * num_draft_tokens) if rounds else float("nan")
-
-
-@dataclass(frozen=True)
-class Arm:
-    """What one way to decode took.
-
-    Attributes:
-        name: ``"plain"``, ``"prefilled"``, ``"mapped"`` or ``"garbage"``.
-        tokens: Tokens that came out.
-        prepare: Seconds to get the draft model's cache.
-        decode: Seconds to generate, reading the prompt's rest included.
-        acceptance: See :func:`acceptance`; NaN without a draft model.
-        parted_at: Index of the first token that differs from plain greedy, and
-            the gap between the target's two best logits there in the plain run;
-            ``None`` if all are equal.
-    """
-
-    name: str
-    tokens: tuple[int, ...]
-    prepare: float
-    decode: float
-    acceptance: float
-    parted_at: tuple[int, float] | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the target's cache to the last token."""
-        return self.prepare + self.decode
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Ways to go on from one target cache, greedily.
-
-    Attributes:
-        n_context: Tokens in the target's cache.
-        n_prompt: Tokens after it.
-        num_draft_tokens: Proposals per round.
-        arms: By name; see :class:`Arm`.
-    """
-
-    n_context: int
-    n_prompt: int
-    num_draft_tokens: int
-    arms: dict[str, Arm]
-
-    @property
-    def saved(self) -> float:
-        """Seconds that mapping saves over letting the draft model read the context."""
-        return self.arms["prefilled"].prepare - self.arms["mapped"].prepare
-
-
-def measure(
-    context: Sequence[int],
-    prompt: Sequence[int],
-    target: Module,
-    draft: Module,
-    mapper: Mapper,
-    *,
-    max_tokens: int = 128,
-    num_draft_tokens: int = 3,
-    tail: int = 0,
-) -> Measurement:
-    """Compare plain greedy decoding with three draft caches: prefilled, mapped, garbage.
-
-    Every arm starts from the target's own cache of ``context``, whose making is
-    not counted. The garbage arm has the draft model read one token over and
-    over: what is left of the acceptance there comes without the context.
-
-    Args:
-        context: Tokens that the target has in its cache.
-        prompt: Tokens after them, at least one.
-        target: The target.
-        draft: The draft model.
-        mapper: A mapper from the target to the draft model.
-        max_tokens: Tokens to generate.
-        num_draft_tokens: Proposals per round.
-        tail: See :func:`draft_cache`.
-
-    Raises:
-        UnsupportedModelError: See :func:`check_models`.
-        PairMismatchError: If the mapper leads to another model.
-    """
-    check_models(target, draft)
-    ids, rest = list(context), list(prompt)
-    # Once before the clock starts: kernels are compiled, files get into memory.
-    _decode_plain(rest, target, prefill(target, ids[:8]), 2)
-    draft_cache(prefill(target, ids[:8]), mapper, draft)
-    own = prefill(target, ids)
-    start = time.perf_counter()
-    plain, logprobs = _decode_plain(rest, target, own, max_tokens)
-    arms = {"plain": Arm("plain", tuple(plain), 0.0, time.perf_counter() - start, float("nan"))}
-
-    def prefilled(cache: list[Any]) -> list[Any]:
-        return prefill(draft, ids)
-
-    def mapped(cache: list[Any]) -> list[Any]:
-        return draft_cache(cache, mapper, draft, tokens=ids, tail=tail)
-
-    def garbage(cache: list[Any]) -> list[Any]:
-        return prefill(draft, [ids[0]] * len(ids))
-
-    for name, make in (("prefilled", prefilled), ("mapped", mapped), ("garbage", garbage)):
-        cache = prefill(target, ids)
-        start = time.perf_counter()
-        joint = [*cache, *make(cache)]
-        prepared = time.perf_counter()
-        out = list(
-            speculate(rest, target, draft, joint, max_tokens=max_tokens,
-                      num_draft_tokens=num_draft_tokens)
-        )  # fmt: skip
-        done = time.perf_counter()
-        tokens = tuple(token for token, _ in out)
-        at = next((i for i, (a, b) in enumerate(zip(plain, tokens)) if a != b), None)
-        arms[name] = Arm(
-            name,
-            tokens,
-            prepared - start,
-            done - prepared,
-            acceptance([proposal for _, proposal in out], num_draft_tokens),
-            None if at is None else (at, _lead(logprobs[at])),
-        )
-    return Measurement(len(ids), len(rest), num_draft_tokens, arms)
-
-
-def _decode_plain(
-    prompt: Sequence[int], target: Module, cache: list[Any], max_tokens: int
-) -> tuple[list[int], list[mx.array]]:
-    """Greedy tokens, and the log probabilities that each was chosen from."""
-    steps = generate_step(mx.array(list(prompt)), target, max_tokens=max_tokens, prompt_cache=cache)
-    tokens, logprobs = [], []
-    for token, out in steps:
-        tokens.append(int(token))
-        logprobs.append(out)
-    return tokens, logprobs
-
-
-def _lead(logprobs: mx.array) -> float:
-    """How far the best token is ahead of the second best."""
-    two = np.array(mx.topk(logprobs.astype(mx.float32), 2))
-    return float(two.max() - two.min())

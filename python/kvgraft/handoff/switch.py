@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft import cache as caches
-from kvgraft.cache.map import map_cache
+from kvgraft.cache.map import map_prompt, split_prompt
 from kvgraft.errors import GeometryError, HandoffError, KvgraftError, MemoryLimitError
 from kvgraft.handoff.memory import MemoryLimit, MemoryPlan, cache_bytes, plan_memory
 from kvgraft.handoff.state import GenerationState, Span, cut, join, last_mapped_position, spans_of
@@ -463,8 +463,8 @@ class _Switch:
     ) -> tuple[list[Any], list[Span]]:
         state, report = self.state, self.report
         head = mapper.quality.native_start if self.head is None else self.head
-        tail = mapper.quality.native_end if self.tail is None else self.tail
-        stop = min(len(tokens) - max(1, tail), state.n_cached)
+        tail = max(1, mapper.quality.native_end if self.tail is None else self.tail)
+        stop = min(len(tokens) - tail, state.n_cached)
         held = min(_leading(self.own_spans), stop) if self.own_cache else 0
         if self.max_mapped is not None:
             # Rows that the target still has are not mapped again, so they don't count.
@@ -475,46 +475,45 @@ class _Switch:
                     "errors do not add up."
                 )
                 head = held + worn
-        head = max(head, held)
-        if head >= stop:
-            raise _Refused(
-                f"of {len(tokens)} tokens the first {head} and the last {max(1, tail)} are the "
-                "target's own anyway"
-            )
-        own: list[Any] | None = None
-        if head:
-            with self._timed("head"):
-                own = self._own(held)
-                extend_cache(
-                    self.handle.load(), tokens[report.reused : head], own, step=self.prefill_step,
-                    on_step=lambda _: self._check("reading the head"),
-                )  # fmt: skip
-        head_spans = [*cut(self.own_spans, 0, report.reused), Span(head - report.reused, 0)]
+        split = split_prompt(last, max(head, held), tail, available=state.n_cached)
+        own = self._own(held) if split.native_start else None
         assert state.cache is not None
+        source = list(state.cache)
+        if not self.keep_cache:
+            state.cache = None
         bits, group_size = self._packing() or (None, 64)
-        with self._timed("map"):
-            source = list(state.cache)
-            if not self.keep_cache:
-                state.cache = None
-            cache = map_cache(
+        started = time.perf_counter()
+        try:
+            done = map_prompt(
                 source,
                 mapper,
                 self.handle.load(),
+                tokens,
+                n_tokens=last,
+                native_start=split.native_start,
+                native_end=tail,
+                start_cache=own,
+                step=self.prefill_step,
+                on_start_step=lambda _: self._check("reading the head"),
                 target_geometry=self.handle.geometry,
-                n_tokens=stop,
-                head=own,
                 consume=not self.keep_cache,
                 on_layer=lambda layer: self._check(f"mapping layer {layer}"),
                 kv_bits=bits,
                 kv_group_size=group_size,
             )
-        del own
-        report.head, report.mapped, report.tail = head, stop - head, len(tokens) - stop
-        if stop < last:
-            with self._timed("tail"):
-                extend_cache(self.handle.load(), tokens[stop:last], cache, step=self.prefill_step)
-        mapped = [Span(s.n_tokens, s.mapped + 1) for s in cut(state.spans, head, stop)]
-        return cache, join([*head_spans, *mapped, Span(last - stop, 0)])
+        except Exception:
+            report.seconds["map"] = time.perf_counter() - started
+            raise
+        names = {"start": "head", "map": "map", "end": "tail"}
+        report.seconds |= {names[part]: seconds for part, seconds in done.seconds.items()}
+        report.head, report.mapped, report.tail = done.native_start, done.mapped, done.native_end
+        spans = [
+            *cut(self.own_spans, 0, done.reused),
+            Span(done.native_start - done.reused, 0),
+            *(Span(s.n_tokens, s.mapped + 1) for s in cut(state.spans, split.native_start, stop)),
+            Span(last - split.stop, 0),
+        ]
+        return done.cache, join(spans)
 
     def _check(self, doing: str) -> None:
         if self.memory_limit is not None:

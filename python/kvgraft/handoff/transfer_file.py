@@ -14,17 +14,22 @@ import mlx.core as mx
 import numpy as np
 
 from kvgraft.cache import CacheSnapshot, read_cache
-from kvgraft.cache.map import map_cache
+from kvgraft.cache.map import check_native_ends, map_prompt, split_prompt
 from kvgraft.cache.prompt_files import (
     PromptFile,
     check_destination,
     read_prompt_file,
     write_prompt_file,
 )
-from kvgraft.errors import CacheError, FormatError, KvgraftError, PairMismatchError
+from kvgraft.errors import (
+    CacheError,
+    FormatError,
+    KvgraftError,
+    NothingToMapError,
+    PairMismatchError,
+)
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.pair import check_pair
-from kvgraft.models.forward import extend_cache, prefill
 from kvgraft.models.loading import identify, load_model, resolve_model
 from kvgraft.models.probe import read_geometry
 from kvgraft.option_names import named
@@ -63,8 +68,8 @@ def transfer_file(
     target: str,
     *,
     prompt: str | None = None,
-    head: int | None = None,
-    tail: int | None = None,
+    native_start: int | None = None,
+    native_end: int | None = None,
     force: bool = False,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
@@ -84,29 +89,26 @@ def transfer_file(
             ``mlx_lm.generate`` loads it by this name.
         prompt: The text that was cached, where the file doesn't hold its token
             ids; see :func:`prompt_tokens`.
-        head: So many of the first tokens are read by the target itself. Default:
-            what the mapper's evaluation recommends, if the token ids are known.
-        tail: So many of the last tokens of the file are read by the target
-            itself. Default: likewise; the evaluation counts the token that
-            follows, which the target always reads, as one of them.
+        native_start: Tokens at the start that the target reads itself. Default: what
+            the mapper's evaluation recommends, if the token ids are known.
+        native_end: Tokens at the end that the target reads itself. The one that
+            generation continues from, which is not in the file, counts: 1 maps the
+            whole file. Default likewise.
         force: Map even if the mapper's measured verdict is "do not ship".
         kv_bits: Quantise the result, as ``--kv-bits`` does.
         kv_group_size: Numbers that share a scale when quantised.
         trust_remote_code: Let the target's tokenizer run code of its own.
 
     Raises:
-        CacheError: If the file's cache cannot be mapped, or ``head`` or
-            ``tail`` need token ids that are not known.
+        CacheError: If the file's cache cannot be mapped, or ``native_start`` or
+            ``native_end`` need token ids that are not known.
+        NothingToMapError: If native start and end take the whole file.
         PairMismatchError: If the file or the target is not what the mapper was
             fitted for.
         KvgraftError: As :func:`kvgraft.cache.prompt_files.read_prompt_file` and
             :func:`kvgraft.cache.prompt_files.write_prompt_file`.
     """
-    if min(head or 0, tail or 0) < 0:
-        raise CacheError(
-            f"{named('head')} and {named('tail')} are numbers of tokens, not "
-            f"{min(head or 0, tail or 0)}."
-        )
+    check_native_ends(native_start or 0, 1 if native_end is None else native_end)
     if Path(out).exists() and Path(source).exists() and Path(out).samefile(source):
         raise CacheError(
             f"{os.fspath(out)} is the source's file, which would be lost. Write to another one."
@@ -114,11 +116,11 @@ def transfer_file(
     notes = _check_verdict(mapper, force)
     check_destination(out)
     given = read_prompt_file(source)
-    snapshot = read_cache(given.cache, mapper.source)
-    before = given.provenance
-    if before is not None:
+    n = read_cache(given.cache, mapper.source).offset
+    if given.provenance is not None:
         notes.append(
-            f"the file was itself mapped, from {before.source}; errors of both maps add up"
+            f"the file was itself mapped, from {given.provenance.source}; errors of both maps add "
+            "up"
         )
     loaded = load_model(
         target,
@@ -128,88 +130,95 @@ def transfer_file(
     notes += _check_source(given, mapper, loaded.tokenizer)
     geometry = read_geometry(loaded.model)
     notes += check_pair(mapper, target=geometry, target_model=loaded.identity())
-
-    tokens = given.tokens
-    if prompt is not None:
-        tokens = prompt_tokens(loaded.tokenizer, prompt, snapshot.offset)
-    n = snapshot.offset
-    if tokens is not None and len(tokens) != n:
-        raise CacheError(f"The file holds {n} tokens and the ids of {len(tokens)}; it is damaged.")
-    if tokens is not None:
-        _check_text(snapshot, tokens)
-    head, tail = _ends(mapper, head, tail, tokens, n, notes)
-    if head + tail:
-        if tokens is None:
-            raise CacheError(
-                "The target reads the head and the tail from token ids, which the file does not "
-                f"hold. Give the text that was cached ({named('prompt')}), or leave out "
-                f"{named('head')} and {named('tail')}."
-            )
-        if head + tail >= n:
-            raise CacheError(
-                f"Head and tail take all of the {n} tokens: nothing is left to map. Use "
-                "mlx_lm.cache_prompt with the target instead."
-            )
-
+    tokens = _known_tokens(given, mapper, loaded.tokenizer, prompt, n)
+    ends = _native_ends(mapper, native_start, native_end, tokens, n, notes)
     start = time.perf_counter()
-    first = prefill(loaded.model, tokens[:head]) if head and tokens else None
-    cache = map_cache(
-        given.cache,
-        mapper,
-        loaded.model,
-        target_geometry=geometry,
-        n_tokens=n - tail,
-        head=first,
-        consume=True,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-    )
-    if tail and tokens:
-        extend_cache(loaded.model, tokens[n - tail :], cache)
+    try:
+        done = map_prompt(
+            given.cache,
+            mapper,
+            loaded.model,
+            tokens,
+            native_start=ends[0],
+            native_end=ends[1],
+            target_geometry=geometry,
+            consume=True,
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
+        )
+    except NothingToMapError as error:
+        raise NothingToMapError(
+            f"{error} Use mlx_lm.cache_prompt with the target instead."
+        ) from error
     seconds = time.perf_counter() - start
     written = write_prompt_file(
         out,
-        cache,
+        done.cache,
         model=target,
         tokenizer_config=_tokenizer_config(given),
         tokens=tokens,
     )
-    return FileTransfer(written, n, n - head - tail, seconds, tuple(notes))
+    return FileTransfer(written, n, done.mapped, seconds, tuple(notes))
+
+
+def _known_tokens(
+    given: PromptFile, mapper: Mapper, tokenizer: Any, prompt: str | None, n: int
+) -> tuple[int, ...] | None:
+    """The ids of the file's ``n`` tokens, from ``prompt`` or the file; ``None`` if not known."""
+    tokens = given.tokens if prompt is None else prompt_tokens(tokenizer, prompt, n)
+    if tokens is None:
+        return None
+    if len(tokens) != n:
+        raise CacheError(f"The file holds {n} tokens and the ids of {len(tokens)}; it is damaged.")
+    _check_text(read_cache(given.cache, mapper.source), tokens)
+    return tokens
 
 
 def _check_verdict(mapper: Mapper, force: bool) -> list[str]:
-    """Refuse a mapper that was measured to be worse than reading again."""
+    """Refuse a mapper that was measured to be worse than a re-prefill."""
     refusal = mapper.quality.refusal()
     if refusal and not force:
         raise PairMismatchError(
-            f"This mapper should not be used: {refusal} Read the prompt with the target instead "
-            f"(mlx_lm.cache_prompt), or insist with {named('force', True)}."
+            f"This mapper should not be used: {refusal} Re-prefill the prompt with the target "
+            f"(mlx_lm.cache_prompt), or override with {named('force', True)}."
         )
     return mapper.quality.warnings()
 
 
-def _ends(
+def _native_ends(
     mapper: Mapper,
-    head: int | None,
-    tail: int | None,
+    native_start: int | None,
+    native_end: int | None,
     tokens: Sequence[int] | None,
     n: int,
     notes: list[str],
 ) -> tuple[int, int]:
-    """How many tokens the target reads itself, where the user leaves it open."""
-    wanted = mapper.quality.native_start, mapper.quality.native_end - 1
-    if tokens is None and head is None and tail is None:
-        if any(wanted):
+    """Native start and end as given, else as recommended where that is possible."""
+    recommended = mapper.quality.native_start, mapper.quality.native_end
+    if native_start is None and native_end is None:
+        if tokens is None:
+            if recommended != (0, 1):
+                notes.append(
+                    f"the mapper's evaluation recommends a native start of {recommended[0]} and a "
+                    f"native end of {recommended[1]} tokens; give the text ({named('prompt')})"
+                )
+            return 0, 1
+        try:
+            split_prompt(n, *recommended)
+        except NothingToMapError:
             notes.append(
-                f"its evaluation recommends a head of {wanted[0]} and a tail of {wanted[1]}; give "
-                f"the text ({named('prompt')})"
+                "the text is shorter than the recommended native start and end; all of it is mapped"
             )
-        return 0, 0
-    found = wanted[0] if head is None else head, wanted[1] if tail is None else tail
-    if head is None and tail is None and sum(found) >= n:
-        notes.append("the text is shorter than the recommended head and tail; all of it is mapped")
-        return 0, 0
-    return found
+            return 0, 1
+    start = recommended[0] if native_start is None else native_start
+    end = recommended[1] if native_end is None else native_end
+    if tokens is None and (start, end) != (0, 1):
+        raise CacheError(
+            "The target reads native start and end from token ids, which the file does not hold. "
+            f"Give the text that was cached ({named('prompt')}), or leave out "
+            f"{named('native_start')} and {named('native_end')}."
+        )
+    return start, end
 
 
 def prompt_tokens(tokenizer: Any, prompt: str, n_tokens: int) -> tuple[int, ...]:
@@ -252,7 +261,7 @@ def _check_text(snapshot: CacheSnapshot, tokens: Sequence[int]) -> None:
     repeat at the same places.
     """
     _, values = snapshot.rows[0].pair()
-    positions = [int(p) for p in np.array(snapshot.held[0].positions)]
+    positions = [int(p) for p in np.array(snapshot.token_ranges[0].positions)]
     rows = np.array(values[0].swapaxes(0, 1).flatten(1).astype(mx.float32))
     seen: dict[int, int] = {}
     for i, position in enumerate(positions):

@@ -139,26 +139,26 @@ def iter_transfer(
     *,
     dtype: mx.Dtype | None = None,
     consume: bool = False,
-    held: Mapping[int, TokenRanges] | None = None,
-    wanted: Mapping[int, TokenRanges] | None = None,
+    available: Mapping[int, TokenRanges] | None = None,
+    required: Mapping[int, TokenRanges] | None = None,
     check_finite: bool = False,
 ) -> Iterator[tuple[int, mx.array, mx.array]]:
     """Like :func:`transfer_cache`, one target layer at a time.
 
-    Where layers hold different tokens (sliding windows), ``held`` and ``wanted``
+    Where layers hold different tokens (sliding windows), ``available`` and ``required``
     say which; ``N`` differs from layer to layer then.
 
     Args:
         source_kv: See :func:`transfer_layer`.
         mapper: The mapper for this pair of models.
-        positions: See :func:`transfer_cache`. Not with ``held``.
+        positions: See :func:`transfer_cache`. Not with ``available``.
         unload_after: See :func:`transfer_cache`.
         dtype: See :func:`transfer_cache`.
         consume: Remove each source layer from ``source_kv``, which must be
             mutable, as soon as no later target layer reads it. The result is
             evaluated then, so that its memory can be given back.
-        held: Per source layer, the tokens whose rows it has.
-        wanted: Per target layer, the tokens to produce; default, all that each
+        available: Per source layer, the tokens whose rows it holds.
+        required: Per target layer, the tokens to produce; default, all that each
             of its source layers has.
         check_finite: Look at each source layer when it is first used, which
             evaluates it.
@@ -169,20 +169,22 @@ def iter_transfer(
     Raises:
         GeometryError: Before any work; see :func:`transfer_cache`.
         CacheError: Before any work, if a source layer lacks tokens that are
-            wanted; on the way, if ``check_finite`` finds NaN or infinity.
+            required; on the way, if ``check_finite`` finds NaN or infinity.
     """
     check_kinds(mapper, source_kv)
     check_dtype(dtype)
     if consume and not isinstance(source_kv, MutableMapping):
         raise GeometryError("iter_transfer: consume needs a dict, to remove layers from.")
     frames: dict[int, _Frame]
-    if held is None and wanted is None:
+    if available is None and required is None:
         frame = _frame(mapper, mapper.layers, source_kv, positions)
         frames = {m.target_layer: frame for m in mapper.layers}
-    elif held is None or positions is not None:
-        raise ArgumentError("iter_transfer: `wanted` goes with `held`, and neither with positions.")
+    elif available is None or positions is not None:
+        raise ArgumentError(
+            "iter_transfer: `required` goes with `available`, and neither with positions."
+        )
     else:
-        frames = _frames(mapper, source_kv, held, wanted or {})
+        frames = _frames(mapper, source_kv, available, required or {})
     return _iterate(source_kv, mapper, frames, unload_after, dtype, consume, check_finite)
 
 
@@ -393,24 +395,24 @@ def _frame(
 def _frames(
     mapper: MapperData,
     source_kv: SourceKV,
-    held: Mapping[int, TokenRanges],
-    wanted: Mapping[int, TokenRanges],
+    available: Mapping[int, TokenRanges],
+    required: Mapping[int, TokenRanges],
 ) -> dict[int, _Frame]:
     """Like :func:`_frame`, where layers hold different tokens: one per target layer."""
-    needed, _ = check_sources(mapper, mapper.layers, source_kv, held)
+    needed, _ = check_sources(mapper, mapper.layers, source_kv, available)
     shared: dict[TokenRanges, dict[tuple[RopeSpec, bool], RopeTable | None]] = {}
     frames = {}
     for m in mapper.layers:
         sources = sorted(m.sources)
-        common = held[sources[0]]
+        common = available[sources[0]]
         for s in sources[1:]:
-            common = common & held[s]
-        part = wanted.get(m.target_layer, common)
+            common = common & available[s]
+        part = required.get(m.target_layer, common)
         for s in sources:
-            if not held[s].covers(part):
+            if not available[s].covers(part):
                 raise CacheError(
                     f"Target layer {m.target_layer} is made for tokens {part} from source layers "
-                    f"{sources}, and source layer {s} holds only tokens {held[s]} any more. "
+                    f"{sources}, and source layer {s} holds only tokens {available[s]} any more. "
                     "Re-prefill, or hand over before the window has passed."
                 )
         if not len(part):
@@ -418,8 +420,10 @@ def _frames(
                 f"The source layers {sources} of target layer {m.target_layer} have no tokens in "
                 "common; re-prefill."
             )
-        cut = {s: (held[s], part) for s in sources if held[s] != part}
+        cut = {s: (available[s], part) for s in sources if available[s] != part}
         frames[m.target_layer] = _Frame(part.positions, shared.setdefault(part, {}), cut)
     if mapper.content_space:
-        check_reach(mapper, mapper.layers, needed, mx.array([h.stop - 1 for h in held.values()]))
+        check_reach(
+            mapper, mapper.layers, needed, mx.array([h.stop - 1 for h in available.values()])
+        )
     return frames

@@ -96,7 +96,7 @@ def check_sources(
     mapper: MapperData,
     layers: Sequence[LayerMap],
     source_kv: SourceKV,
-    held: Mapping[int, TokenRanges] | None,
+    available: Mapping[int, TokenRanges] | None,
 ) -> tuple[list[int], tuple[int, ...]]:
     """The source layers that are needed, and ``(batch, tokens)`` or ``(tokens,)`` of the first."""
     needed = sorted({s for m in layers for s in m.sources})
@@ -107,9 +107,9 @@ def check_sources(
         raise GeometryError(
             f"The cache lacks source layers {missing}; the mapper reads layers {needed}."
         )
-    unknown = [] if held is None else [s for s in needed if s not in held]
+    unknown = [] if available is None else [s for s in needed if s not in available]
     if unknown:
-        raise ArgumentError(f"`held` does not say which tokens source layers {unknown} hold.")
+        raise ArgumentError(f"`available` does not say which tokens source layers {unknown} hold.")
     lead: tuple[int, ...] = ()
     for s in needed:
         pair = source_kv[s]
@@ -122,7 +122,9 @@ def check_sources(
                     "[n_kv_heads, N, head_dim] or [B, n_kv_heads, N, head_dim]."
                 )
             lead = (*keys.shape[:-3], int(keys.shape[-2]))
-        _check_layer(mapper, s, pair, lead if held is None else (*lead[:-1], len(held[s])))
+        _check_layer(
+            mapper, s, pair, lead if available is None else (*lead[:-1], len(available[s]))
+        )
     if lead[-1] == 0:
         raise GeometryError(
             "The source cache holds no tokens, so there is nothing to transfer. Prefill the "

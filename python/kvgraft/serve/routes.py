@@ -23,16 +23,16 @@ class Route:
         source: The model whose caches it reads.
         target: The model that it writes caches for.
         verdict: What its evaluation said, or ``"not evaluated"``.
-        head: Tokens at the start that the target reads itself.
-        tail: Tokens at the end that the target reads itself.
+        native_start: Tokens at the start that the target reads itself.
+        native_end: Tokens at the end that the target reads itself, at least 1.
     """
 
     mapper: Mapper
     source: ModelIdentity
     target: ModelIdentity
     verdict: str
-    head: int = 0
-    tail: int = 0
+    native_start: int = 0
+    native_end: int = 1
 
     def __str__(self) -> str:
         return f"{self.source.name} -> {self.target.name} ({self.verdict})"

@@ -26,7 +26,7 @@ import numpy as np
 from mlx_lm.models import cache as mlx_cache
 
 from kvgraft import cache as caches
-from kvgraft.cache.map import map_cache
+from kvgraft.cache.map import map_prompt
 from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import ModelIdentity, identify, resolve_model
@@ -223,7 +223,7 @@ class MappingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are u
         # What an image's tokens hold depends on the image; no mapper was fitted for it.
         n_text = _text_length(tokens)
         for route in self._routes.into(target):
-            most = min(n_text, len(tokens) - max(1, route.tail))
+            most = min(n_text, len(tokens) - route.native_end)
             for key, identity in self._identities.items():
                 if key == model or identity is None or not route.reads(identity):
                     continue
@@ -272,21 +272,28 @@ class MappingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are u
         n, route = donor.found.n, donor.route
         geometry = self._geometry(model)
         source = donor.found.cache[: len(route.mapper.source.layers)]
-        # What the target has read itself is exact, and costs nothing more.
-        n_native = 0 if own is None else own.n
-        head = None if own is None else own.cache[: len(geometry.layers)]
-        if route.head > n_native:
-            n_native = min(route.head, n - 1)
-            head = prefill(self._provider.model, list(tokens[:n_native])) if n_native else None
-        mapped: list[Any] = map_cache(
-            source, route.mapper, self._provider.model, target_geometry=geometry, head=head
+        # What the target has computed itself is exact, and costs nothing more.
+        native_start = 0 if own is None else own.n
+        start_cache = None if own is None else own.cache[: len(geometry.layers)]
+        if route.native_start > native_start:
+            native_start, start_cache = min(route.native_start, n - 1), None
+        done = map_prompt(
+            source,
+            route.mapper,
+            self._provider.model,
+            tokens[:n],
+            native_start=native_start,
+            native_end=1,  # the server reads what follows
+            start_cache=start_cache,
+            target_geometry=geometry,
         )
+        mapped = done.cache
         if self._provider.draft_model is not None:
             # Often the conversation comes from the very model that drafts now. Any other
             # reads it: it is small, and a mapped cache would cost accepted proposals.
             drafted = source if donor.path == model[2] else None
             mapped += drafted or prefill(self._provider.draft_model, list(tokens[:n]))
-        return StoredCache(mapped), n_native
+        return StoredCache(mapped), done.native_start
 
     # ---------------------------------------------------------------- insert
 

@@ -1,15 +1,14 @@
-"""How many tokens a cache has read, how it is limited and packed, and cutting it back."""
+"""What a prompt cache says of itself: tokens read, size limit, quantization."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from kvgraft.cache.provenance import cut_mark
 from kvgraft.cache.read import advice, read_offset
 from kvgraft.errors import UnsupportedCacheError
 
-__all__ = ["n_tokens", "quantization", "size_limit", "trim"]
+__all__ = ["n_tokens", "quantization", "size_limit"]
 
 
 def n_tokens(cache: Sequence[Any]) -> int:
@@ -48,30 +47,3 @@ def quantization(cache: Sequence[Any]) -> tuple[int, int] | None:
         return None
     found = {(int(entry.bits), int(entry.group_size)) for entry in cache}
     return found.pop() if len(found) == 1 else None
-
-
-def trim(cache: Sequence[Any], length: int) -> bool:
-    """Cut a prompt cache to its first ``length`` tokens, in place.
-
-    Entries may hold different numbers of tokens, as those of a draft model do that
-    are appended to the model's; each is cut that holds more.
-
-    Returns:
-        Whether that could be done. A ring that wrapped has lost tokens that it
-        would need, and the whole cache is left as it was.
-    """
-    longer = [(entry, surplus) for entry in cache if (surplus := _surplus(entry, length)) > 0]
-    if longer and not all(entry.is_trimmable() for entry in cache):
-        return False
-    for entry, surplus in longer:
-        entry.trim(surplus)
-    if longer:
-        cut_mark(cache, length)
-    return True
-
-
-def _surplus(entry: Any, length: int) -> int:
-    try:
-        return n_tokens([entry]) - length
-    except UnsupportedCacheError:
-        return 0  # it counts no tokens, and cannot be trimmed where others have to be
