@@ -26,6 +26,7 @@ __all__ = [
     "PairMismatchError",
     "QualityWarning",
     "ServerError",
+    "TextError",
     "TokenIdError",
     "TokenizerMismatchError",
     "TruncatedFileError",
@@ -125,6 +126,10 @@ class ServerError(KvgraftError, RuntimeError):
 
 class EvaluationError(KvgraftError, ValueError):
     """An evaluation that could not tell anything from the text it was given."""
+
+
+class TextError(FitError, EvaluationError):
+    """Calibration or held-out text that cannot be read."""
 
 
 class QualityWarning(UserWarning):

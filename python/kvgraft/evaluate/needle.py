@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from kvgraft.errors import EvaluationError
 from kvgraft.option_names import named
+from kvgraft.text.special_tokens import special_prefix
 
 __all__ = ["DISTRACTORS", "SWITCHES", "NeedleTask", "answer", "is_right", "make_tasks"]
 
@@ -111,9 +112,7 @@ def make_tasks(
     if not lengths:
         return []
     bare = list(tokenizer.encode(filler, add_special_tokens=False))
-    full = list(tokenizer.encode("a"))
-    one = list(tokenizer.encode("a", add_special_tokens=False))
-    start = full[: len(full) - len(one)] if full[len(full) - len(one) :] == one else []
+    start = special_prefix(tokenizer)
     if len(bare) < max(lengths):
         raise EvaluationError(
             f"The text has {len(bare)} tokens; hiding a needle in {max(lengths)} needs as many. "

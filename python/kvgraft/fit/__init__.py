@@ -19,7 +19,8 @@ from kvgraft.fit.pipeline import (
     gather_moments,
 )
 from kvgraft.fit.solve import solve_mapper
-from kvgraft.text.corpus import CalibrationText, TextSource, parse_source, read_text
+from kvgraft.text.corpus import CalibrationText, read_text
+from kvgraft.text.sources import TextSource, parse_source
 
 __all__ = [
     "CalibrationText",

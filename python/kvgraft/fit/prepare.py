@@ -27,7 +27,8 @@ from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.handle import ModelHandle, default_dtype
 from kvgraft.models.loading import LoadedModel, check_tokenizers
 from kvgraft.option_names import named
-from kvgraft.text.corpus import CalibrationText, TextLike, as_list, check_sources, read_text
+from kvgraft.text.corpus import CalibrationText, read_text
+from kvgraft.text.sources import TextLike, check_sources
 
 __all__ = ["FitJob", "ModelLike", "Text", "prepare"]
 
@@ -135,7 +136,8 @@ def prepare(
     Raises:
         TokenizerMismatchError: If the models do not share a tokenizer.
         UnsupportedModelError: If a model's cache cannot be mapped.
-        FitError: If a file cannot be read, the text is too short, the memory limit is
+        TextError: If a file cannot be read.
+        FitError: If the text is too short, the memory limit is
             too small, or the processes of ``group`` were given different arguments.
     """
     started = time.perf_counter()
@@ -193,7 +195,7 @@ def _check_request(
     if isinstance(text, CalibrationText):
         seq_len = text.seq_len
     elif text is not None:
-        check_sources(as_list(text))
+        check_sources(text)
     if config.needs_models and config.prefix is not None and config.prefix >= seq_len:
         raise FitError(
             f"{named('prefix')} {config.prefix} leaves nothing to score of sequences of "

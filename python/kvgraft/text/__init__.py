@@ -1,1 +1,1 @@
-"""Calibration and held-out text."""
+"""Reading text: calibration text for a fit, held-out text for an evaluation."""

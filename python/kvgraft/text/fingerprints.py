@@ -1,11 +1,11 @@
 """Proof that text is held out: fingerprints of the tokens that were fitted on.
 
-A digest of a whole file only tells whether the same file is used again. Here the
+A digest of a whole file only detects that the same file is used again. Here the
 digests are of short runs of tokens, sampled by winnowing (Schleimer, Wilkerson
 and Aiken, SIGMOD 2003): of any :data:`WINDOW` neighbouring runs the one with the
-smallest hash is kept. Two texts that share :data:`GUARANTEE` tokens in a row, at
-whatever place, therefore keep a common hash, and the list stays short: about one
-number per hundred tokens.
+smallest hash is kept. Two texts that share :data:`GUARANTEE` tokens in a row,
+anywhere, therefore keep a common hash, and the list stays short: about one number
+per hundred tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fingerprints(sequences: Iterable[Sequence[int] | NDArray[Any]]) -> NDArray[n
     """Sampled hashes of token sequences, sorted, without repetitions.
 
     Args:
-        sequences: Token ids; runs don't go over the end of a sequence. One
+        sequences: Token ids; no run crosses the end of a sequence. One
             shorter than :data:`RUN` gives one hash of all of it.
     """
     found = [_winnow(np.asarray(s, dtype=np.int64)) for s in sequences if len(s)]

@@ -1,4 +1,4 @@
-"""Held-out text: files in, documents of one length out, proved not to be fitted on."""
+"""Held-out text: files in, documents of one length out, shown not to be fitted on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from kvgraft.errors import EvaluationError
 from kvgraft.option_names import named
 from kvgraft.text import fingerprints as overlap
-from kvgraft.text.corpus import TextSource, documents, read_text
+from kvgraft.text.corpus import read_text
+from kvgraft.text.sources import TextSource, documents
+from kvgraft.text.special_tokens import special_prefix
 
 __all__ = ["HeldoutText", "read_heldout"]
 
@@ -25,8 +27,6 @@ END_OF_TEXT = "<|endoftext|>"
 
 _MOST_SEQUENCES = 20_000
 """Calibration text is compared up to this many sequences: forty times the paper's."""
-
-_PLAIN = ("", ".txt", ".md", ".text", ".py")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class HeldoutText:
         filler: Text of the files, for tasks that hide something in it.
         disjoint: How it is known that none of it was fitted on; ``None`` if it
             is not known.
-        notes: What a user should be told, such as of repeated documents.
+        notes: Lines that a user should see, such as of repeated documents.
     """
 
     tokens: NDArray[np.int32]
@@ -84,11 +84,11 @@ def read_heldout(
     Each document begins with the tokens that the tokenizer itself puts before a
     text. One stretch is taken from each text that is long enough; where that
     does not give enough, more stretches of the long ones. Of documents with the
-    same tokens one is taken: more would make intervals narrower than they are.
+    same tokens one is taken: more would make confidence intervals too narrow.
 
     Args:
-        paths: Plain text (several documents are told apart by a marker,
-            ``<|endoftext|>``), JSONL or Parquet.
+        paths: Plain text (with a marker, ``<|endoftext|>``, between documents), JSONL
+            or Parquet.
         tokenizer: Of the models.
         fit: ``Mapper.fit``; holds fingerprints of the calibration text.
         count: Documents to take.
@@ -98,6 +98,7 @@ def read_heldout(
         chat: Render chats with the tokenizer's template.
 
     Raises:
+        TextError: If a file cannot be read.
         EvaluationError: If the text is too short, or overlaps with text that
             the mapper was fitted on.
     """
@@ -107,10 +108,12 @@ def read_heldout(
     sources, filler = [], []
     for given in paths:
         path = Path(given)
-        texts = _texts(path, tokenizer, chat)
+        source = TextSource(path)
+        pieces = list(documents(source, tokenizer, chat=chat))
+        texts = _texts(source, pieces)
         digest = hashlib.sha256("\n\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
         sources.append({"name": path.name, "sha256": digest, "texts": len(texts)})
-        _check_not_fitted(path, digest, tokenizer, fit, chat)
+        _check_not_fitted(path.name, digest, pieces, fit)
         filler += texts
         per_file.append(_stretches(texts, tokenizer, length))
     offered = (row for group in zip_longest(*per_file) for row in group if row is not None)
@@ -139,14 +142,11 @@ def _distinct(offered: Iterable[list[int]], count: int) -> tuple[list[list[int]]
     return list(rows.values()), repeated
 
 
-def _texts(path: Path, tokenizer: Any, chat: bool) -> list[str]:
-    if path.suffix.lower() in _PLAIN:
-        try:
-            whole = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise EvaluationError(f"Cannot read the text {path}: {error}.") from error
-        return [part.strip() for part in whole.split(END_OF_TEXT) if part.strip()]
-    return [text.strip() for text in documents(TextSource(path), tokenizer, chat=chat)]
+def _texts(source: TextSource, pieces: Sequence[str]) -> list[str]:
+    """The documents of a file; those of plain text are separated by a marker."""
+    if source.is_plain:
+        return [text for part in "".join(pieces).split(END_OF_TEXT) if (text := part.strip())]
+    return [text.strip() for text in pieces]
 
 
 def _stretches(texts: Sequence[str], tokenizer: Any, length: int) -> Iterator[list[int]]:
@@ -155,7 +155,7 @@ def _stretches(texts: Sequence[str], tokenizer: Any, length: int) -> Iterator[li
     Texts that are too short come last, joined.
     """
     bare = [list(tokenizer.encode(t, add_special_tokens=False)) for t in texts]
-    start = _special_prefix(tokenizer, texts[0], bare[0]) if texts else []
+    start = special_prefix(tokenizer)
     body = length - len(start)
     long = [ids for ids in bare if len(ids) >= body]
     for at in range(0, max(map(len, long), default=0), body):
@@ -167,21 +167,13 @@ def _stretches(texts: Sequence[str], tokenizer: Any, length: int) -> Iterator[li
         yield start + rest[at : at + body]
 
 
-def _special_prefix(tokenizer: Any, text: str, bare: list[int]) -> list[int]:
-    full = list(tokenizer.encode(text))
-    for at in range(len(full) - len(bare) + 1):
-        if full[at : at + len(bare)] == bare:
-            return full[:at]
-    return []
-
-
 def _fit_text(fit: Mapping[str, Any]) -> Mapping[str, Any]:
     facts = fit.get("text")
     return facts if isinstance(facts, Mapping) else {}
 
 
 def _check_not_fitted(
-    path: Path, digest: str, tokenizer: Any, fit: Mapping[str, Any], chat: bool
+    name: str, digest: str, pieces: Sequence[str], fit: Mapping[str, Any]
 ) -> None:
     """Refuse a file that the fit names by its digest.
 
@@ -197,14 +189,14 @@ def _check_not_fitted(
         return
     found = fitted.get(digest)
     beginning = hashlib.sha256()
-    for piece in documents(TextSource(path), tokenizer, chat=chat):
+    for piece in pieces:
         if found is not None:
             break
         beginning.update(piece.encode("utf-8", "surrogatepass"))
         found = fitted.get(beginning.hexdigest())
     if found is not None:
         raise EvaluationError(
-            f"{path.name} is the text that the mapper was fitted on ({found}, the same SHA-256). "
+            f"{name} is the text that the mapper was fitted on ({found}, the same SHA-256). "
             "Evaluate on other text."
         )
 
@@ -219,7 +211,7 @@ def _check_disjoint(
     known = overlap.decode(text.get("fingerprints"))
     how = "fingerprints in the artifact"
     if known is None and calibration:
-        # All of it, not only what the fit says that it used: tuning may have read on.
+        # All of it, not only what the fit says that it used: tuning may have read more.
         seq_len = int(text.get("seq_len", 1024))
         read = read_text(list(calibration), tokenizer, sequences=_MOST_SEQUENCES, seq_len=seq_len)
         known = overlap.fingerprints(read.tokens)
@@ -230,12 +222,12 @@ def _check_disjoint(
     wrong = [i for i, share in enumerate(shares) if share > 0]
     if wrong:
         worst = max(wrong, key=lambda i: shares[i])
-        head = tokenizer.decode(tokens[worst][:24].tolist())
+        begins = tokenizer.decode(tokens[worst][:24].tolist())
         raise EvaluationError(
             f"{len(wrong)} of {len(tokens)} documents share {overlap.RUN} or more tokens in a row "
-            f"with the text that the mapper was fitted on (most of all the one that begins "
-            f"{head!r}: {100 * shares[worst]:.0f} % of its fingerprints). Scores on it would "
-            "flatter the mapper. Evaluate on other text."
+            f"with the text that the mapper was fitted on (most the one that begins "
+            f"{begins!r}: {100 * shares[worst]:.0f} % of its fingerprints). Scores on it would "
+            "be too good. Evaluate on other text."
         )
     return (
         f"no document shares {overlap.GUARANTEE} tokens in a row with a calibration sequence "
