@@ -12,7 +12,7 @@ from kvgraft.errors import ArgumentError, KvgraftError
 if TYPE_CHECKING:
     from kvgraft.demo.run import Answer, Demo, Timing
     from kvgraft.evaluate.arms import ArmResult
-    from kvgraft.mapper.mapper import Mapper, open_mapper
+    from kvgraft.mapper.mapper import Mapper
     from kvgraft.models.loading import LoadedModel
 
 __all__ = ["add_options", "run"]
@@ -106,6 +106,7 @@ def _load_mapper(
     args: argparse.Namespace, own: bool, source: LoadedModel, target: LoadedModel
 ) -> Mapper:
     from kvgraft.demo.data import bundled
+    from kvgraft.mapper.mapper import open_mapper
     from kvgraft.mapper.pair import check_pair
 
     if own and args.mapper is None:
