@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvgraft.cache.map import map_cache
     from kvgraft.compat import CrossModelMapper as CrossModelMapper
     from kvgraft.compat import KVMapper as KVMapper
+    from kvgraft.evaluate.run import evaluate_mapper
     from kvgraft.fit.pipeline import fit_mapper
     from kvgraft.handoff.session import Session
     from kvgraft.handoff.switch import switch
@@ -37,6 +38,7 @@ __all__ = [
     "KvgraftError",
     "Mapper",
     "Session",
+    "evaluate_mapper",
     "fit_mapper",
     "load_mapper",
     "map_cache",
@@ -54,6 +56,7 @@ _LATER = {
     "CrossModelMapper": "kvgraft.compat",
     "KVMapper": "kvgraft.compat",
     "Session": "kvgraft.handoff.session",
+    "evaluate_mapper": "kvgraft.evaluate.run",
     "fit_mapper": "kvgraft.fit.pipeline",
     "map_cache": "kvgraft.cache.map",
     "prefill": "kvgraft.models.forward",

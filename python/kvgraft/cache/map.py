@@ -154,6 +154,18 @@ def map_cache(
         NothingToMapError: If ``start_cache`` holds all of the tokens.
         PairMismatchError: If the cache or the target is not what the mapper was
             fitted for.
+
+    Example:
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> from mlx_lm import load
+        >>> source, tokenizer = load(str(bundled("models/large")))
+        >>> target, _ = load(str(bundled("models/small")))
+        >>> tokens = tokenizer.encode("Once upon a time there was a small dog in a big house.")
+        >>> mapper = kvgraft.load_mapper(bundled("mapper"))
+        >>> cache = kvgraft.map_cache(kvgraft.prefill(source, tokens[:-1]), mapper, target)
+        >>> len(cache), cache[0].offset == len(tokens) - 1
+        (3, True)
     """
     geometry = _target_geometry(mapper, target, target_geometry)
     snapshot = read_cache(source_cache, mapper.source, row=row)

@@ -77,15 +77,6 @@ def evaluate_mapper(
 ) -> Evaluation:
     """Measure a mapper on held-out text, judge it, and store or report the result.
 
-    ::
-
-        from kvgraft.evaluate import EvalConfig, evaluate_mapper
-
-        found = evaluate_mapper(
-            "large-to-small", "LARGE", "SMALL", ["heldout.txt"], EvalConfig(documents=8)
-        )
-        print(found.verdict.level, found.results["arms"]["target, mapped cache"]["gap"])
-
     Args:
         mapper: The mapper: its artifact's path, or a :class:`Mapper`. Mapping with the
             weights on disk is timed for a path only.
@@ -111,6 +102,21 @@ def evaluate_mapper(
         PairMismatchError: If the mapper is for other models.
         TokenizerMismatchError: If the models do not share a tokenizer.
         ArtifactWriteError: If the artifact or the report cannot be written.
+
+    Example:
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> from kvgraft.evaluate import EvalConfig
+        >>> evaluation = kvgraft.evaluate_mapper(
+        ...     bundled("mapper"),
+        ...     bundled("models/large"),
+        ...     bundled("models/small"),
+        ...     bundled("text/heldout_stories.txt"),
+        ...     EvalConfig(documents=2, prefix=64, scored=32, native_starts=(0,), native_ends=(1,),
+        ...                needle_lengths=(), speed_lengths=()),  # far too few for a verdict
+        ... )
+        >>> evaluation.verdict.level in ("ship", "ship with warning", "do not ship")
+        True
     """
     path = None if isinstance(mapper, Mapper) else Path(mapper)
     if store and path is None:

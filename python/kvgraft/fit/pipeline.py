@@ -84,6 +84,19 @@ def fit_mapper(
         FitError: If the text is too short, a model produces NaN, the memory
             limit is too small, or a layer cannot be fitted. Nothing but the
             ``work`` folder, if given, is left behind.
+
+    Example:
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> from kvgraft.fit import FitConfig
+        >>> mapper = kvgraft.fit_mapper(
+        ...     bundled("models/large"),
+        ...     bundled("models/small"),
+        ...     bundled("text/calibration_stories.txt"),
+        ...     FitConfig(sequences=6, seq_len=64, k=2),  # far too little text for use
+        ... )
+        >>> len(mapper.layers), mapper.quality.verdict
+        (3, None)
     """
     return _fit(source, target, text, config, work, progress, notify, group, lambda mapper: None)
 

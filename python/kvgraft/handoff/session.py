@@ -104,6 +104,17 @@ class Session:
 
     Raises:
         ArgumentError: If there are no models, or a name is unknown.
+
+    Example:
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> models = {name: bundled(f"models/{name}") for name in ("large", "small")}
+        >>> session = kvgraft.Session(models, {("large", "small"): bundled("mapper")})
+        >>> reply = "".join(session.chat("Once upon a time", max_tokens=8))
+        >>> session.use("small")
+        >>> reply = "".join(session.chat(" there was a dog", max_tokens=8))
+        >>> session.current
+        'small'
     """
 
     def __init__(

@@ -179,6 +179,18 @@ def switch(
             its cache is, right after that; the state is whole.
         HandoffError: If the target can't be loaded. The state is whole: the
             source can be loaded again, or another target tried.
+
+    Example:
+        >>> from itertools import islice
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> from kvgraft.handoff import Generation
+        >>> run = Generation.start(bundled("models/large"), [5, 6, 7, 8, 9, 10])
+        >>> said = list(islice(run, 4))  # token ids
+        >>> done = kvgraft.switch(run.stop(), bundled("models/small"), bundled("mapper"))
+        >>> done.report.mapped, done.report.reason
+        (9, None)
+        >>> said += islice(Generation(done.state), 4)
     """
     handle = ModelHandle.of(target)
     return _Switch(

@@ -30,7 +30,17 @@ M = TypeVar("M", bound=MapperData)
 
 @dataclass
 class Mapper(MapperData):
-    """A fitted source-to-target mapper; its fields are those of :class:`MapperData`."""
+    """A fitted source-to-target mapper; its fields are those of :class:`MapperData`.
+
+    Example:
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> mapper = kvgraft.Mapper.load(bundled("mapper"))
+        >>> mapper.quality.verdict
+        'ship with warning'
+        >>> [layer.target_layer for layer in mapper.layers]
+        [0, 1, 2]
+    """
 
     def save(
         self,
@@ -103,6 +113,13 @@ def load_mapper(path: str | os.PathLike[str], *, verify: bool = False) -> Mapper
         VersionError: If the format version is not one this release reads.
         ChecksumError: If ``verify`` is set and a file was altered.
         FormatError: If it is something else, or contradicts itself.
+
+    Example:
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> mapper = kvgraft.load_mapper(bundled("mapper"))
+        >>> print(mapper.describe())
+        large (6 layers) -> small (3 layers), 0.1 M parameters
     """
     return _load(Mapper, path, verify)
 

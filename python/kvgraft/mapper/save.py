@@ -82,6 +82,16 @@ def save_mapper(
             stored as asked.
         FormatError: If something other than an artifact is in the way.
         ArtifactWriteError: If the disk is full, or writing is not permitted.
+
+    Example:
+        >>> import tempfile
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> mapper = kvgraft.load_mapper(bundled("mapper"))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = kvgraft.save_mapper(mapper, f"{folder}/mapper", weights="8bit")
+        ...     sorted(file.name for file in path.iterdir())
+        ['README.md', 'index.json', 'mapper.safetensors', 'mapper_config.json']
     """
     if weights not in (None, *WEIGHT_FORMATS):
         raise GeometryError(

@@ -78,6 +78,17 @@ def transfer_layer(
     Raises:
         GeometryError: If layers are missing, or shapes, dtypes or positions
             don't fit the mapper.
+
+    Example:
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> import mlx.core as mx
+        >>> mapper = kvgraft.load_mapper(bundled("mapper"))
+        >>> shape = (2, 5, 32)  # KV heads, tokens, head_dim
+        >>> source_kv = {layer: (mx.zeros(shape), mx.zeros(shape)) for layer in range(6)}
+        >>> keys, values = kvgraft.transfer_layer(mapper, 1, source_kv, positions=range(10, 15))
+        >>> keys.shape
+        (2, 5, 32)
     """
     check_kinds(mapper, source_kv)
     check_dtype(dtype)
@@ -121,6 +132,17 @@ def transfer_cache(
         GeometryError: If layers are missing, or shapes, dtypes or positions
             don't fit the mapper; before any work.
         CacheError: If NaN or infinity was looked for and found.
+
+    Example:
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> import mlx.core as mx
+        >>> mapper = kvgraft.load_mapper(bundled("mapper"))
+        >>> shape = (2, 5, 32)  # KV heads, tokens, head_dim
+        >>> source_kv = {layer: (mx.zeros(shape), mx.zeros(shape)) for layer in range(6)}
+        >>> target_kv = kvgraft.transfer_cache(source_kv, mapper)
+        >>> {layer: keys.shape for layer, (keys, values) in target_kv.items()}
+        {0: (2, 5, 32), 1: (2, 5, 32), 2: (2, 5, 32)}
     """
     check_mapper(mapper)
     if check_finite is None:

@@ -25,6 +25,16 @@ def prefill(model: Module, tokens: Sequence[int], *, step: int = 2048) -> list[A
         model: mlx-lm model.
         tokens: Token ids, at least one.
         step: Tokens per forward pass, as in ``mlx_lm.generate``.
+
+    Example:
+        >>> import kvgraft
+        >>> from kvgraft.demo.data import bundled
+        >>> from mlx_lm import load
+        >>> model, tokenizer = load(str(bundled("models/large")))
+        >>> tokens = tokenizer.encode("Once upon a time there was a small dog in a big house.")
+        >>> cache = kvgraft.prefill(model, tokens[:-1])
+        >>> len(cache), cache[0].offset == len(tokens) - 1
+        (6, True)
     """
     cache: list[Any] = make_prompt_cache(model)
     extend_cache(model, tokens, cache, step=step)
