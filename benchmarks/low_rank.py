@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from kvgraft.fit import FitConfig, MomentSet
 from kvgraft.fit.features import Columns
 from kvgraft.fit.layer_ranking import allowed_sources
-from kvgraft.fit.solve import best_lambda, heldout_scores, mean_scores, store_weight
+from kvgraft.fit.solve import best_lambda, heldout_scores, mean_scores
+from kvgraft.fit.weight_format import store_weight
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap
 from kvgraft.mapper.mapper import Mapper
@@ -36,7 +37,7 @@ def add_low_rank(
     """A map of the same layers and a low-rank one of all others.
 
     Args:
-        mapper: The closed form with the plan ``full``.
+        mapper: The closed form with the head mapping ``full``.
         fit: Moments of the text that is fitted on.
         heldout: Moments of held-out text, by which the λ of the correction is found.
         config: What ``mapper`` was solved with.

@@ -36,3 +36,33 @@ def test_a_new_record_has_the_keys_of_an_old_one():
 def test_auto_selects_k_of_the_values_too():
     with pytest.raises(FitError, match="k='auto' selects k_values too"):
         FitConfig(k="auto", k_values=4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"k": 0},
+        {"k": "some"},
+        {"k_values": -1},
+        {"ridge_lambda": -0.1},
+        {"ridge_lambda": float("nan")},
+        {"ridge_lambda": "best"},
+        {"lambda_convention": "trace"},
+        {"layer_ranking": "best"},
+        {"head_mapping": "partial"},
+        {"weight_format": "int8"},
+        {"sequences": 1},
+        {"stride": 0},
+        {"seq_len": 8, "skip": 8},
+        {"heldout": 0.0},
+        {"heldout": 1.0},
+        {"groups": ((0,), (1,))},
+        {"head_mapping": "grouped", "groups": ((0,), (1, 2))},
+        {"structure": "heads"},
+        {"group_size": 48},
+        {"memory_limit": 0},
+    ],
+)
+def test_bad_settings_are_refused(wrong):
+    with pytest.raises(FitError):
+        FitConfig(**wrong)

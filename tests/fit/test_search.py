@@ -15,7 +15,7 @@ from kvgraft.errors import FitError
 from kvgraft.fit import FitConfig, fit_mapper
 from kvgraft.fit import search as choose_module
 from kvgraft.fit.search import Documents, choose, read_documents, score
-from kvgraft.fit.solve import solve_mapper, storage_problem
+from kvgraft.fit.solve import solve_mapper
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.forward import continuation_nll, prefill
 from kvgraft.models.loading import load_model
@@ -121,23 +121,6 @@ def test_what_cannot_be_quantised_is_left_out(monkeypatch, weights):
     assert (won.head_mapping, won.k) == ("local", 16)
     with pytest.raises(FitError, match="none could be solved"):
         search(lambda c: 1.0, monkeypatch, config=config, layers=3)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"head_mapping": "local", "k": 3}, "k=3 has 12; k=8 would do"),
-        ({"head_mapping": "full", "k": 3}, "k=3 has 24; k=4 would do"),
-        ({"head_mapping": "full", "k": 4, "k_values": 5}, "k_values=5 has 40; k_values=4 would do"),
-    ],
-)
-def test_what_cannot_be_quantised_is_known_beforehand(settings, message):
-    geo = geometry(28, 2, 4)
-    config = replace(AUTO, weight_format="4bit", group_size=32, **settings)
-    assert message in (storage_problem(geo, geo, config) or "")
-    assert storage_problem(geo, geo, replace(config, weight_format="float16")) is None
-    assert storage_problem(geo, geo, replace(config, k=8, k_values=None)) is None
-    assert storage_problem(geo, geo, replace(config, k="auto", k_values=None)) is None
 
 
 def test_given_settings_are_kept(monkeypatch):

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvgraft.fit import FeatureRows, Moments
+from kvgraft.fit import FeatureRows, FitConfig, Moments
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.rope import NO_ROPE
 
@@ -180,3 +180,35 @@ def save_model(folder: Path, seed: int = 0, *, added: Sequence[str] = (), **conf
     )
     tokenizer(added=added).save_pretrained(folder)
     return folder
+
+
+# ---- pairs with a known relation
+
+ROWS, HELD = 420, 120
+EXACT = FitConfig(weight_format="float32", k=2)
+
+PAIRS = {
+    "equal": (geometry(4, 2, 8), geometry(3, 2, 8)),
+    "head_dim": (geometry(4, 2, 8, 6), geometry(3, 2, 4, 10)),
+    "fewer heads": (geometry(3, 4, 8), geometry(3, 2, 8)),
+    "more heads": (geometry(3, 2, 8), geometry(4, 3, 6)),
+}
+
+
+def split(source_geo, target_geo, source, target, held=HELD, **options):
+    """Moments of the first rows and of the rest."""
+    n = source.keys[0].shape[1] - held
+    return (
+        gathered(source_geo, target_geo, cut(source, 0, n), cut(target, 0, n), **options),
+        gathered(
+            source_geo, target_geo, cut(source, n, n + held), cut(target, n, n + held), **options
+        ),
+    )
+
+
+def problem(source_geo, target_geo, *, rows=ROWS, error=0.3, local=False, seed=1):
+    rng = np.random.default_rng(seed)
+    source = noise(source_geo, rows, rng)
+    n = len(source_geo.layers)
+    sources = [[t % n, (t + 1) % n] for t in range(len(target_geo.layers))]
+    return source, linear(source, target_geo, sources, rng, error=error, local=local)

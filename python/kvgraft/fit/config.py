@@ -204,13 +204,11 @@ class FitConfig:
     def penalty(self, count: float) -> float:
         """What λ adds to the diagonal of a Gram matrix of ``count`` rows.
 
-        Where λ is chosen layer by layer, the paper's stands in.
+        Where λ is chosen layer by layer, this is the paper's.
         """
-        from kvgraft.fit.ridge import penalty
-
         if isinstance(self.ridge_lambda, str):
-            return penalty(0.01, "gram", count)
-        return penalty(self.ridge_lambda, self.lambda_convention, count)
+            return 0.01
+        return self.ridge_lambda * (count if self.lambda_convention == "covariance" else 1)
 
     @property
     def is_auto(self) -> bool:

@@ -21,7 +21,7 @@ from kvgraft.errors import FitError
 from kvgraft.fit.capture import row_positions
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.memory_plan import FitMemoryPlan, plan_fit_memory
-from kvgraft.fit.solve import storage_problem
+from kvgraft.fit.weight_format import storage_problem
 from kvgraft.models.attention_hook import can_capture
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.handle import ModelHandle, default_dtype

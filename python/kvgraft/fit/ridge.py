@@ -25,7 +25,6 @@ from kvgraft.fit.moment_set import MomentSet
 __all__ = [
     "Residuals",
     "SolveReport",
-    "penalty",
     "r_squared_by_head",
     "residuals",
     "solve_ridge",
@@ -132,15 +131,6 @@ def _condition(factor: Float64, norm: float) -> float:
     (pocon,) = scipy.linalg.get_lapack_funcs(("pocon",), (factor,))
     rcond, info = pocon(factor, norm, uplo="L")
     return float(1.0 / rcond) if info == 0 and rcond > 1.0 / _LARGE else _LARGE
-
-
-def penalty(ridge_lambda: float, convention: str, count: float) -> float:
-    """What λ of a convention adds to the diagonal of a Gram matrix of ``count`` rows."""
-    if convention == "gram":
-        return ridge_lambda
-    if convention == "covariance":
-        return ridge_lambda * count
-    raise FitError(f"Unknown λ convention {convention!r}; use 'gram' or 'covariance'.")
 
 
 def residuals(

@@ -21,7 +21,7 @@ from kvgraft import cache as caches
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.features import common_heads
-from kvgraft.fit.solve import storage_problem
+from kvgraft.fit.weight_format import storage_problem
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.transfer import iter_transfer
 from kvgraft.models.forward import continuation_nll, prefill

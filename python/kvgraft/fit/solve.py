@@ -1,4 +1,4 @@
-"""From moments to a mapper: head plans, one system per set of features, scores."""
+"""From moments to a mapper: one ridge system per set of features, and held-out scores."""
 
 from __future__ import annotations
 
@@ -14,129 +14,25 @@ from numpy.typing import NDArray
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.features import KINDS
+from kvgraft.fit.head_mapping import HeadGroups, head_groups
 from kvgraft.fit.layer_ranking import LayerScores, choose_layers, score_layers
 from kvgraft.fit.moment_set import MomentSet
 from kvgraft.fit.moments import Moments
 from kvgraft.fit.ridge import Residuals, r_squared_by_head, residuals, solve_ridge
+from kvgraft.fit.weight_format import is_quantized, store_weight
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap
 from kvgraft.mapper.mapper import Mapper
-from kvgraft.models.geometry import ModelGeometry
-from kvgraft.ops.quantized import Weight, dequantize, quantize
+from kvgraft.ops.quantized import Weight, dequantize
 from kvgraft.option_names import named
 from kvgraft.progress import Progress
 
-__all__ = [
-    "best_lambda",
-    "even_groups",
-    "head_plan",
-    "heldout_scores",
-    "mean_scores",
-    "solve_layer",
-    "solve_mapper",
-    "storage_problem",
-    "store_weight",
-]
+__all__ = ["best_lambda", "heldout_scores", "mean_scores", "solve_layer", "solve_mapper"]
 
 Float64 = NDArray[np.float64]
-Plan = tuple[tuple[int, ...], ...]
 
 _EXPONENTS = (-9, 1)
-"""Least and greatest share of the mean diagonal, as powers of ten, that λ is sought in."""
-
-_FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-
-
-def even_groups(n_source: int, n_target: int) -> Plan:
-    """Source heads split over the target heads, in order and evenly.
-
-    Every target head gets as many as every other, which a map needs. Where the
-    counts do not divide, neighbouring groups share heads.
-    """
-    size = -(-n_source // n_target)
-    starts = [min(h * n_source // n_target, n_source - size) for h in range(n_target)]
-    return tuple(tuple(range(s, s + size)) for s in starts)
-
-
-def head_plan(
-    source: ModelGeometry,
-    target: ModelGeometry,
-    target_layer: int,
-    sources: Sequence[int],
-    plan: str,
-    groups: Plan | None = None,
-) -> Plan | None:
-    """Source heads per target head of one layer; ``None`` for the ``full`` plan.
-
-    Raises:
-        FitError: If the plan does not fit the head counts.
-    """
-    if plan == "full":
-        return None
-    n_target = target.layers[target_layer].n_kv_heads
-    counts = {source.layers[s].n_kv_heads for s in sources}
-    if plan == "local":
-        if counts != {n_target}:
-            raise FitError(
-                f"{named('head_mapping', 'local')} needs equal KV head counts; target layer "
-                f"{target_layer} has {n_target}, its source layers have {sorted(counts)}. Use "
-                "'grouped' or 'full'."
-            )
-        return tuple((h,) for h in range(n_target))
-    if groups is None:
-        if len(counts) != 1:
-            raise FitError(
-                f"The source layers of target layer {target_layer} have {sorted(counts)} KV "
-                f"heads; state the groups, or give {named('head_mapping', 'full')}."
-            )
-        return even_groups(next(iter(counts)), n_target)
-    if len(groups) != n_target or any(not 0 <= g < min(counts) for one in groups for g in one):
-        raise FitError(
-            f"The groups {[list(g) for g in groups]} do not fit target layer {target_layer}: it "
-            f"has {n_target} KV heads, its source layers have {sorted(counts)}."
-        )
-    return groups
-
-
-def storage_problem(source: ModelGeometry, target: ModelGeometry, config: FitConfig) -> str | None:
-    """Why a candidate's weights cannot be quantised as they shall be; ``None`` if they can.
-
-    Quantisation groups inputs, so their number has to divide. It is known before a fit
-    where all source layers are alike; where they differ, :func:`store_weight` tells.
-
-    Args:
-        source: Geometry of the source.
-        target: Geometry of the target.
-        config: What is left to be chosen (``"auto"``) is no problem.
-
-    Raises:
-        FitError: If the plan does not fit the head counts.
-    """
-    if config.weight_format not in ("8bit", "4bit") or config.head_mapping == "auto":
-        return None
-    n = len(source.layers)
-    parts = (("key_dim", "k"), ("value_dim", "k" if config.k_values is None else "k_values"))
-    for dim, name in parts:
-        widths = {
-            len(heads) * getattr(source.layers[s], dim)
-            for layer in range(len(target.layers))
-            for s in range(n)
-            for heads in head_plan(source, target, layer, [s], config.head_mapping, config.groups)
-            or [range(source.layers[s].n_kv_heads)]
-        }
-        k = getattr(config, name)
-        if len(widths) != 1 or k == "auto":
-            continue
-        width = widths.pop()
-        inputs = width * (n if k == "all" else min(int(k), n))
-        if inputs % config.group_size:
-            fitting = [i for i in range(1, n + 1) if i * width % config.group_size == 0]
-            return (
-                f"{named('weight_format', config.weight_format)} groups {config.group_size} "
-                f"inputs, and {named('head_mapping', config.head_mapping)} with {named(name, k)} "
-                f"has {inputs}" + (f"; {named(name, fitting[0])} would do" if fitting else "")
-            )
-    return None
+"""Range in which λ is searched: powers of ten, as shares of the mean diagonal."""
 
 
 def solve_mapper(
@@ -153,12 +49,12 @@ def solve_mapper(
     One set of moments serves any number of configurations.
 
     Args:
-        moments: Moments of the text that is fitted on.
-        heldout: Moments of held-out text, for selection and scores; without
+        moments: Moments of the calibration text.
+        heldout: Moments of held-out text, for layer ranking and scores; without
             them the scores ``r2_keys`` and ``r2_values`` are absent.
         config: What to solve; its settings about text are not used.
         scores: Single-source scores of an earlier call with the same moments
-            and selection rule, to save their computation.
+            and layer ranking, to save their computation.
         targets: Target layers to solve; all if absent.
         progress: Called with (layers done, layers in all).
 
@@ -166,12 +62,13 @@ def solve_mapper(
         The mapper, without model identities.
 
     Raises:
-        FitError: If the plan does not fit the pair, moments are missing, or a
-            layer cannot be fitted.
+        FitError: If the head mapping does not fit the pair, moments are missing, or
+            a layer cannot be fitted.
     """
     if config.is_auto:
         raise FitError(
-            "Choosing k or the plan by loss needs the models; use fit_mapper, or give both here."
+            "Choosing k or the head mapping by loss needs the models; use fit_mapper, or give "
+            "both here."
         )
     fit = MomentSet.of(moments)
     config, remarks = config.within(len(fit.source.layers))
@@ -186,7 +83,7 @@ def solve_mapper(
         scores = score_layers(fit, test, rule=config.layer_ranking, ridge=ridge, targets=chosen)
     layers = []
     for n, t in enumerate(chosen):
-        sources = _choose(scores, config, t)
+        sources = _source_layers(scores, config, t)
         layers.append(solve_layer(fit, test, config, t, *sources))
         if progress is not None:
             progress(n + 1, len(chosen))
@@ -199,16 +96,16 @@ def solve_mapper(
     )
 
 
-def _choose(
+def _source_layers(
     scores: LayerScores, config: FitConfig, target_layer: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Source layers of the keys and of the values."""
     kinds = ("shared", "shared") if config.source_layers == "shared" else ("keys", "values")
-    first, second = (
+    keys, values = (
         choose_layers(scores.of(kind), target_layer, k)
         for kind, k in zip(kinds, (config.k, config.k_of_values), strict=True)
     )
-    return first, second
+    return keys, values
 
 
 def solve_layer(
@@ -221,13 +118,25 @@ def solve_layer(
 ) -> LayerMap:
     """Solve the keys and values of one target layer.
 
-    The scores of the result: ``r2_keys`` and ``r2_values`` on held-out text,
-    with the weights as they are stored, averaged over heads; the same per head
-    (``r2_keys.0``, …); ``r2_keys_fit`` and ``r2_values_fit`` in-sample; and the
-    condition numbers ``condition_keys`` and ``condition_values``; and where λ was
-    chosen, ``lambda_keys`` and ``lambda_values``, as added to the Gram matrix;
-    and for quantised weights, ``r2_keys_unrounded`` and ``r2_values_unrounded``
-    of the weights before.
+    Args:
+        fit: Moments of the calibration text.
+        heldout: Moments of held-out text, or ``None``.
+        config: λ, head mapping and weight format.
+        target_layer: The target layer.
+        key_sources: Source layers of its keys.
+        value_sources: Source layers of its values.
+
+    Returns:
+        The maps with their scores: ``r2_keys`` and ``r2_values`` on held-out text,
+        with the weights as they are stored, averaged over heads; the same per head
+        (``r2_keys.0``, …); ``r2_keys_fit`` and ``r2_values_fit`` in-sample; the
+        condition numbers ``condition_keys`` and ``condition_values``; where λ was
+        chosen, ``lambda_keys`` and ``lambda_values``, as added to the Gram matrix;
+        and for quantised weights ``r2_keys_unrounded`` and ``r2_values_unrounded``
+        before quantisation.
+
+    Raises:
+        FitError: If the layer cannot be solved or its weights cannot be stored.
     """
     scores: dict[str, float] = {}
     maps = {}
@@ -240,9 +149,9 @@ def solve_layer(
         scores[f"condition_{kind}"] = solved.condition
         if solved.method != "cholesky":
             scores[f"unstable_{kind}"] = 1.0
-        if heldout is not None and config.weight_format in ("8bit", "4bit"):
+        if heldout is not None and is_quantized(config):
             scores[f"r2_{kind}_unrounded"] = float(
-                _heldout_r2(solved.map, kind, target_layer, heldout, solved.exact).mean()
+                _heldout_r2(solved.map, kind, target_layer, heldout, solved.unrounded).mean()
             )
     layer = LayerMap(target_layer, maps["keys"], maps["values"], scores)
     if heldout is not None:
@@ -268,47 +177,15 @@ def heldout_scores(layer: LayerMap, heldout: MomentSet) -> dict[str, float]:
     return scores
 
 
-def _heldout_r2(
-    part: LinearMap,
-    kind: str,
-    target_layer: int,
-    heldout: MomentSet,
-    exact: tuple[Float64, Float64] | None = None,
-) -> Float64:
-    """``[heads]`` R² of a map, or of what it was before rounding: weights and intercepts."""
-    assert part.weight is not None and part.bias is not None
-    used, bias = exact or (
-        np.array(dequantize(part.weight).astype(mx.float32)).astype(np.float64),
-        np.array(part.bias.astype(mx.float32)).astype(np.float64),
-    )
-    r2 = np.zeros(len(used))
-    for group, heads in _systems(part.heads, len(used)).items():
-        which = None if part.heads is None else heads
-        w = np.concatenate([used[head] for head in heads], axis=1)
-        intercept = bias[heads].reshape(-1)
-        where = (kind, part.sources, group, [target_layer], which)
-        error, total = residuals(heldout, *where, w, intercept)
-        r2[heads] = r_squared_by_head(error, total, len(heads))
-    return r2
-
-
-def _systems(plan: Plan | None, n_heads: int) -> dict[tuple[int, ...] | None, list[int]]:
-    """Target heads by the source heads that they see: those share a factor."""
-    systems: dict[tuple[int, ...] | None, list[int]] = {}
-    for head in range(n_heads):
-        systems.setdefault(None if plan is None else plan[head], []).append(head)
-    return systems
-
-
-@dataclass(frozen=True)
-class _Solved:
-    map: LinearMap
-    r2_fit: Float64
-    condition: float
-    method: str
-    ridge: float
-    exact: tuple[Float64, Float64]
-    """Weights and intercepts before the weights were rounded."""
+def mean_scores(layers: Sequence[LayerMap]) -> dict[str, float]:
+    """R² averaged over layers: ``mean_r2_keys``, ``mean_r2_keys_fit``, …."""
+    out = {}
+    names = [f"r2_{kind}{end}" for kind in KINDS for end in ("", "_fit", "_unrounded")]
+    for name in names:
+        found = [m.scores[name] for m in layers if name in m.scores]
+        if found:
+            out[f"mean_{name}"] = float(np.mean(found))
+    return out
 
 
 def best_lambda(
@@ -319,37 +196,33 @@ def best_lambda(
     target_layer: int,
     sources: Sequence[int],
 ) -> float:
-    """The λ (on the Gram matrix) whose map explains most of held-out text.
+    """The λ, as added to the Gram matrix, with the highest held-out R².
 
-    Tried are a share of the mean diagonal of the Gram matrix, first a millionth,
-    then factors of ten up and down from the best for as long as that helps. No
-    model runs: both errors come out of moments.
+    The search goes over powers of ten as shares of the mean diagonal of the Gram
+    matrix: first a millionth, then up and down from the best for as long as R²
+    rises. No model runs: both errors are computed from moments.
 
     Args:
-        fit: Moments of the text that is fitted on.
+        fit: Moments of the calibration text.
         heldout: Moments of held-out text.
-        config: Head plan.
+        config: Head mapping.
         kind: ``"keys"`` or ``"values"``.
         target_layer: The target layer.
         sources: Its source layers.
     """
-    plan = head_plan(
-        fit.source, fit.target, target_layer, sources, config.head_mapping, config.groups
-    )
-    n_heads = fit.target.layers[target_layer].n_kv_heads
-    systems = []
-    for group, heads in _systems(plan, n_heads).items():
-        which = None if plan is None else heads
+    _, systems = _head_systems(fit, config, target_layer, sources)
+    prepared = []
+    for group, heads in systems.items():
+        where = (kind, sources, group, [target_layer], heads)
         xx = fit.xx(kind, sources, group)
-        xy = fit.xy(kind, sources, group, [target_layer], which)
-        means = fit.means(kind, sources, group, [target_layer], which)
-        test = Residuals(heldout, kind, sources, group, [target_layer], which)
-        systems.append((xx, xy, means, test, len(heads)))
-    scale = float(np.mean([np.trace(xx) / len(xx) for xx, *_ in systems]))
+        prepared.append(
+            (xx, fit.xy(*where), fit.means(*where), Residuals(heldout, *where), len(heads))
+        )
+    scale = float(np.mean([np.trace(xx) / len(xx) for xx, *_ in prepared]))
 
     def explained(exponent: int) -> float:
         r2 = 0.0
-        for xx, xy, (x_mean, y_mean), test, n in systems:
+        for xx, xy, (x_mean, y_mean), test, n in prepared:
             w, _ = solve_ridge(xx.copy(), xy, scale * 10.0**exponent)
             error = test(w, y_mean - x_mean @ w)
             r2 += float(r_squared_by_head(error, test.total, n).sum())
@@ -365,8 +238,19 @@ def best_lambda(
                 break
             at += step
         if at > first:
-            break  # what is below the start is below its score
+            break  # R² below the start is lower
     return scale * 10.0 ** max(found, key=lambda e: found[e])
+
+
+@dataclass(frozen=True)
+class _Solved:
+    map: LinearMap
+    r2_fit: Float64
+    condition: float
+    method: str
+    ridge: float
+    unrounded: tuple[Float64, Float64]
+    """Weights and intercepts before the weights were rounded."""
 
 
 def _solve_kind(
@@ -377,26 +261,16 @@ def _solve_kind(
     target_layer: int,
     sources: tuple[int, ...],
 ) -> _Solved:
-    plan = head_plan(
-        fit.source, fit.target, target_layer, sources, config.head_mapping, config.groups
-    )
+    """Solve and store the keys or the values of one target layer."""
+    ridge = _ridge(fit, heldout, config, kind, target_layer, sources)
+    mapping, systems = _head_systems(fit, config, target_layer, sources)
     n_heads = fit.target.layers[target_layer].n_kv_heads
-    if config.ridge_lambda == "auto":
-        if heldout is None:
-            raise FitError(
-                f"Choosing λ needs moments of held-out text; give {named('ridge_lambda')} as a "
-                "number."
-            )
-        ridge = best_lambda(fit, heldout, config, kind, target_layer, sources)
-    else:
-        ridge = config.penalty(fit.count(kind))
-    systems = _systems(plan, n_heads)
     weights: list[Float64 | None] = [None] * n_heads
     r2_fit = np.zeros(n_heads)
     condition, method = 0.0, "cholesky"
     for group, heads in systems.items():
-        which = None if plan is None else heads
-        xy = fit.xy(kind, sources, group, [target_layer], which)
+        where = (group, [target_layer], heads)
+        xy = fit.xy(kind, sources, *where)
         solved, report = solve_ridge(fit.xx(kind, sources, group), xy, ridge)
         if not np.isfinite(solved).all():
             raise FitError(
@@ -407,7 +281,7 @@ def _solve_kind(
         condition = max(condition, report.condition)
         method = report.method if report.method != "cholesky" else method
         # With (X'X + λI) W = X'Y the squared error needs no product with X'X.
-        total = fit.yy(kind, group, [target_layer], which)
+        total = fit.yy(kind, *where)
         error = total - np.einsum("ij,ij->j", solved, xy) - ridge * (solved**2).sum(axis=0)
         r2_fit[heads] = r_squared_by_head(np.maximum(error, 0.0), total, len(heads))
         for head, w in zip(heads, np.split(solved, len(heads), axis=1), strict=True):
@@ -420,64 +294,81 @@ def _solve_kind(
     def intercepts(of: Float64) -> Float64:
         bias = np.zeros((n_heads, of.shape[2]))
         for group, heads in systems.items():
-            which = None if plan is None else heads
-            x_mean, y_mean = fit.means(kind, sources, group, [target_layer], which)
+            x_mean, y_mean = fit.means(kind, sources, group, [target_layer], heads)
             w = np.concatenate([of[head] for head in heads], axis=1)
             bias[heads] = (y_mean - x_mean @ w).reshape(len(heads), -1)
         return bias
 
-    # The intercept makes up for what the rounding of the weights does to the mean.
+    # The intercept corrects what rounding the weights does to the mean.
     bias = intercepts(used)
-    linear = LinearMap.of(sources, stored, mx.array(bias.astype(np.float32)), plan)
-    mx.eval(_leaves(stored), linear.bias)
+    linear = LinearMap.of(sources, stored, mx.array(bias.astype(np.float32)), mapping)
+    mx.eval(_arrays(stored), linear.bias)
     return _Solved(linear, r2_fit, condition, method, ridge, (dense, intercepts(dense)))
 
 
-def store_weight(dense: Float64, config: FitConfig, where: str) -> Weight:
-    """``[n_heads, in_dim, out_dim]`` float64 weights in the form that is kept.
-
-    Args:
-        dense: The weights.
-        config: ``weights`` and ``group_size`` say how.
-        where: Which map this is, for messages.
-
-    Raises:
-        FitError: If they cannot be kept like that.
-    """
-    weight = mx.array(dense.astype(np.float32))
-    if config.weight_format in ("8bit", "4bit"):
-        _check_range(dense, mx.float16, where)
-        if dense.shape[1] % config.group_size:
-            raise FitError(
-                f"{where}: {dense.shape[1]} inputs don't divide into groups of "
-                f"{config.group_size}. Give {named('weight_format', 'float16')}, or from Python a "
-                "group_size of 32, 64 or 128 that does."
-            )
-        return quantize(
-            weight.astype(mx.float16),
-            bits=int(config.weight_format[0]),
-            group_size=config.group_size,
+def _ridge(
+    fit: MomentSet,
+    heldout: MomentSet | None,
+    config: FitConfig,
+    kind: str,
+    target_layer: int,
+    sources: tuple[int, ...],
+) -> float:
+    """λ as added to the Gram matrix, searched for if it is ``"auto"``."""
+    if config.ridge_lambda != "auto":
+        return config.penalty(fit.count(kind))
+    if heldout is None:
+        raise FitError(
+            f"Choosing λ needs moments of held-out text; give {named('ridge_lambda')} as a number."
         )
-    dtype = _FLOATS[config.weight_format]
-    _check_range(dense, dtype, where)
-    return weight.astype(dtype)
+    return best_lambda(fit, heldout, config, kind, target_layer, sources)
 
 
-def _leaves(weight: Weight) -> list[mx.array]:
+def _head_systems(
+    fit: MomentSet, config: FitConfig, target_layer: int, sources: Sequence[int]
+) -> tuple[HeadGroups | None, dict[tuple[int, ...] | None, list[int]]]:
+    """The head mapping of a target layer, and its systems of equations."""
+    mapping = head_groups(
+        fit.source, fit.target, target_layer, sources, config.head_mapping, config.groups
+    )
+    return mapping, _systems(mapping, fit.target.layers[target_layer].n_kv_heads)
+
+
+def _systems(mapping: HeadGroups | None, n_heads: int) -> dict[tuple[int, ...] | None, list[int]]:
+    """Target heads by the source heads that feed them: those share one matrix."""
+    systems: dict[tuple[int, ...] | None, list[int]] = {}
+    for head in range(n_heads):
+        systems.setdefault(None if mapping is None else mapping[head], []).append(head)
+    return systems
+
+
+def _heldout_r2(
+    part: LinearMap,
+    kind: str,
+    target_layer: int,
+    heldout: MomentSet,
+    unrounded: tuple[Float64, Float64] | None = None,
+) -> Float64:
+    """``[heads]`` R² of a map, or of its weights and intercepts before rounding."""
+    assert part.weight is not None and part.bias is not None
+    used, bias = unrounded or (
+        np.array(dequantize(part.weight).astype(mx.float32)).astype(np.float64),
+        np.array(part.bias.astype(mx.float32)).astype(np.float64),
+    )
+    r2 = np.zeros(len(used))
+    for group, heads in _systems(part.heads, len(used)).items():
+        w = np.concatenate([used[head] for head in heads], axis=1)
+        intercept = bias[heads].reshape(-1)
+        where = (kind, part.sources, group, [target_layer], heads)
+        error, total = residuals(heldout, *where, w, intercept)
+        r2[heads] = r_squared_by_head(error, total, len(heads))
+    return r2
+
+
+def _arrays(weight: Weight) -> list[mx.array]:
     if isinstance(weight, mx.array):
         return [weight]
     return [weight.packed, weight.scales, weight.biases]
-
-
-def _check_range(dense: Float64, dtype: mx.Dtype, where: str) -> None:
-    largest = float(np.abs(dense).max(initial=0.0))
-    limit = float(mx.finfo(dtype).max)
-    if largest > limit:
-        raise FitError(
-            f"{where}: a weight of {largest:.3g} is beyond the range of {dtype} ({limit:.3g}). "
-            f"Give {named('weight_format', 'bfloat16')} or {named('weight_format', 'float32')}, or "
-            f"raise {named('ridge_lambda')}."
-        )
 
 
 def _describe(
@@ -487,6 +378,7 @@ def _describe(
     scores: LayerScores,
     layers: Sequence[LayerMap],
 ) -> dict[str, Any]:
+    """What the artifact records about the fit, JSON-ready."""
     out: dict[str, Any] = {
         "method": "ridge",
         "lambda": config.ridge_lambda,
@@ -505,14 +397,3 @@ def _describe(
     if config.groups is not None:
         out["groups"] = [list(g) for g in config.groups]
     return out | mean_scores(layers)
-
-
-def mean_scores(layers: Sequence[LayerMap]) -> dict[str, float]:
-    """R² averaged over layers: ``mean_r2_keys``, ``mean_r2_keys_fit``, …."""
-    out = {}
-    names = [f"r2_{kind}{end}" for kind in KINDS for end in ("", "_fit", "_unrounded")]
-    for name in names:
-        found = [m.scores[name] for m in layers if name in m.scores]
-        if found:
-            out[f"mean_{name}"] = float(np.mean(found))
-    return out

@@ -26,7 +26,7 @@ from kvgraft import cache as caches
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.search import Documents
-from kvgraft.fit.solve import store_weight
+from kvgraft.fit.weight_format import store_weight
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap
 from kvgraft.mapper.mapper import Mapper
