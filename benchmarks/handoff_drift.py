@@ -6,9 +6,9 @@ The bundled pair reads held-out documents. The large model reads the beginning;
 then the conversation goes to the other model again and again, and each reads
 (and is scored on) the next stretch. The same documents under four rules:
 
-    read again   the target reads everything at each hand-off
+    re-prefill   the target re-prefills everything at each hand-off
     no limit     everything is mapped at each hand-off (max_mapped=None)
-    limit 1      rows that were mapped once are read again (max_mapped=1, the default)
+    limit 1      rows that were mapped once are re-prefilled (max_mapped=1, the default)
     kept caches  limit 1, and each model's own cache waits for it to come back
 
 The map up, which does not ship, is fitted first on the bundled calibration text;
@@ -31,19 +31,21 @@ import numpy as np
 from kvgraft.cache import n_tokens, trim
 from kvgraft.demo.data import bundled, documents, windows
 from kvgraft.fit import FitConfig, TextSource, fit_mapper
-from kvgraft.handoff import GenerationState, switch
+from kvgraft.handoff import GenerationState, SwitchOptions, switch
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.save import save_mapper
 from kvgraft.models.forward import continuation_nll, prefill
 from kvgraft.models.handle import ModelHandle
 from kvgraft.models.loading import LoadedModel, load_model
 
-RULES: dict[str, dict[str, Any]] = {
-    "read again": {},
-    "no limit": {"max_mapped": None},
-    "limit 1": {"max_mapped": 1},
-    "kept caches": {"max_mapped": 1},
+RULES: dict[str, int | None] = {
+    "re-prefill": 1,
+    "no limit": None,
+    "limit 1": 1,
+    "kept caches": 1,
 }
+"""``max_mapped`` by rule."""
+
 NAMES = ("large", "small")
 
 
@@ -61,40 +63,34 @@ def conversation(
     state = GenerationState.of(
         handles[0], tokens[:prefix], prefill(handles[0].load(), tokens[: prefix - 1])
     )
-    parked: dict[int, tuple[list[Any], list[Any]]] = {}
+    parked: dict[int, list[Any]] = {}
     out: dict[str, list[float]] = {"nll": [], "seconds": [], "read": [], "worst": []}
     for hop in range(hops):
         here, there = hop % 2, (hop + 1) % 2
-        kept = parked.pop(there, None)
         start = time.perf_counter()
         done = switch(
             state,
             handles[there],
-            None if rule == "read again" else maps[here],
-            keep_source=True,
-            own_cache=None if kept is None else kept[0],
-            own_spans=None if kept is None else kept[1],
-            **RULES[rule],
+            None if rule == "re-prefill" else maps[here],
+            SwitchOptions(keep_source=True, max_mapped=RULES[rule]),
+            own_cache=parked.pop(there, None),
         )
         seconds = time.perf_counter() - start
         if rule == "kept caches" and state.cache is not None:
-            parked[here] = (state.cache, state.spans)
+            parked[here] = state.cache
         n = len(state.tokens)
         state = done.state
         assert state.cache is not None
         report = done.report
-        out["worst"].append(max(span.mapped for span in state.spans))
+        out["worst"].append(max((part.times for part in state.mapped_ranges), default=0))
         losses = continuation_nll(handles[there].load(), state.cache, tokens[n - 1 : n + stretch])
         out["nll"].append(float(np.mean(losses)))
         out["seconds"].append(seconds)
-        out["read"].append(report.head - report.reused + report.tail)
-        state = GenerationState(
-            handles[there], list(tokens[: n + stretch]), state.cache, spans=state.spans
-        )
+        out["read"].append(report.native_start - report.reused + report.native_end)
         held = n_tokens(state.cache)
         assert held in (n + stretch - 1, n + stretch)
         trim(state.cache, n + stretch - 1)
-        state.settle()
+        state = GenerationState(handles[there], list(tokens[: n + stretch]), state.cache)
     return out
 
 
@@ -118,7 +114,7 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
 
-    logging.getLogger("kvgraft.handoff").setLevel(logging.ERROR)  # reading again is a rule here
+    logging.getLogger("kvgraft.handoff").setLevel(logging.ERROR)  # re-prefill is a rule here
     loaded = [load_model(bundled(f"models/{name}")) for name in NAMES]
     for model in loaded:
         model.model.set_dtype(mx.float32)
@@ -138,7 +134,7 @@ def main() -> None:
         rule: [conversation(rule, handles, maps, tokens, **sizes) for tokens in chosen]
         for rule in RULES
     }
-    native = np.array([run["nll"] for run in runs["read again"]])
+    native = np.array([run["nll"] for run in runs["re-prefill"]])
     print(f"{len(chosen)} documents of {length} tokens, {mx.default_device()}, float32")
     print("rule         | hand-off          " + "".join(f"{i + 1:>9d}" for i in range(args.hops)))
     for rule, found in runs.items():

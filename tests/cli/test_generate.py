@@ -20,15 +20,15 @@ def test_it_streams_text_and_reports_the_switch(capsys):
     assert main([*PAIR, "--mapper", MAPPER, "--switch-after", "3", "--prompt", PROMPT]) == 0
     out, err = capsys.readouterr()
     assert "oysters" in out and "[" not in out
-    assert "large -> small" in err and "mapped, the last 1 read by the target" in err
+    assert "large -> small" in err and "mapped, native end 1" in err
 
 
 def test_the_first_model_may_only_read(capsys):
     assert main([*PAIR, "--mapper", MAPPER, "--switch-after", "0", "--prompt", PROMPT]) == 0
-    assert "mapped, the last 1" in capsys.readouterr().err
+    assert "mapped, native end 1" in capsys.readouterr().err
 
 
-def test_head_tail_repair_sampling_and_stdin(capsys, monkeypatch):
+def test_native_start_and_end_repair_sampling_and_stdin(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
     options = [
         "--native-start",
@@ -44,13 +44,13 @@ def test_head_tail_repair_sampling_and_stdin(capsys, monkeypatch):
     command = [*PAIR, "--mapper", MAPPER, "--switch-after", "2", "--prompt", "-", *options]
     assert main(command) == 0
     err = capsys.readouterr().err
-    assert "after a native head of 2, the last 3 read" in err
+    assert "native start 2, " in err and " mapped, native end 3" in err
     assert "0 mapped]" in err  # repaired
 
 
-def test_without_a_mapper_the_text_is_read_again(capsys):
+def test_without_a_mapper_the_text_is_re_prefilled(capsys):
     assert main([*PAIR, "--switch-after", "2", "--prompt", PROMPT]) == 0
-    assert "all read again: there is no mapper for this pair" in capsys.readouterr().err
+    assert "re-prefill: there is no mapper for this pair" in capsys.readouterr().err
 
 
 def test_a_limit_that_nothing_fits_keeps_the_first_model(capsys):

@@ -1,4 +1,4 @@
-"""Memory of a hand-off: counting, limits that the system enforces, and the policy."""
+"""Memory of a hand-off: counting, and limits that the system enforces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from mlx.utils import tree_flatten
 from kvgraft.errors import MemoryLimitError
 from kvgraft.handoff import MemoryLimit, plan_memory
 from kvgraft.handoff.memory import cache_bytes, mapper_bytes, token_bytes
-from kvgraft.handoff.policy import ModelOption, Observation, memory_policy
 from kvgraft.mapper.mapper import open_mapper
 from kvgraft.mapper.save import save_mapper
 from kvgraft.models.forward import prefill
@@ -73,7 +72,7 @@ def test_the_plan_holds_one_model_at_a_time():
     assert "target loaded" in both.describe()
 
 
-def test_the_budget_gives_unused_buffers_back_before_it_complains():
+def test_unused_buffers_are_released_before_the_limit_counts():
     held = [50]
     memory_limit = MemoryLimit(100, reserve=20, observe=lambda: held[0])
     memory_limit.check("resting")
@@ -83,7 +82,7 @@ def test_the_budget_gives_unused_buffers_back_before_it_complains():
     assert memory_limit.usable == 80
 
 
-def test_a_slot_knows_its_size_before_it_is_loaded(tmp_path):
+def test_a_handle_knows_its_size_before_it_is_loaded(tmp_path):
     model = zoo.make("qwen3")
     model.save_weights(str(tmp_path / "model.safetensors"))
     assert ModelHandle(tmp_path).nbytes == model_bytes(model)
@@ -111,56 +110,3 @@ def test_a_switch_finishes_where_both_models_would_not_fit(tmp_path):
     assert abs(got["planned"] - got["peak"]) < 0.05 * got["peak"]
     failed = run("both")  # the limit is real: the same, with both in memory, fails
     assert failed.returncode != 0 and "HandoffError" in failed.stderr
-
-
-# ------------------------------------------------------------------------------- policy
-
-RUNGS = (
-    ModelOption("large", 800, 820),
-    ModelOption("medium", 500, 900),
-    ModelOption("small", 200, 600),
-)
-
-
-def seen(used: int, current: str = "medium", *, calm: int = 0, since: int = 100, **more):
-    return Observation(
-        used, 1000, current, RUNGS, [0.9] + [used / 1000] * calm, since, more.get("switched", True)
-    )
-
-
-@pytest.mark.parametrize(
-    ("observation", "want"),
-    [
-        (seen(700), None),
-        (seen(850), "small"),
-        (seen(900, "large"), "medium"),
-        (seen(900, "small"), None),
-        (seen(900, since=3), None),  # cooling down
-        (seen(960, since=3), "small"),  # but this is critical
-        (seen(900, since=3, switched=False), "small"),  # nothing to cool down from
-        (seen(500, calm=23), None),
-        (seen(500, calm=24), "large"),
-        (seen(560, calm=24), None),
-        (seen(300, "small", calm=24), "large"),
-        (seen(500, calm=24, since=7), None),
-        (seen(500, "large", calm=24), None),
-    ],
-)
-def test_the_usual_policy(observation, want):
-    assert memory_policy()(observation) == want
-
-
-def test_it_goes_to_the_smallest_where_nothing_fits_and_up_only_where_it_fits():
-    tight = (
-        ModelOption("large", 800, 1001),
-        ModelOption("medium", 990, 900),
-        ModelOption("small", 900, 900),
-    )
-    decide = memory_policy()
-    assert decide(Observation(990, 1000, "large", tight, [0.99], 50)) == "small"
-    assert decide(Observation(100, 1000, "small", tight, [0.1] * 30, 50)) is None
-
-
-def test_thresholds_must_be_in_order():
-    with pytest.raises(ValueError, match="rise"):
-        memory_policy(down_at=0.5, up_at=0.6)

@@ -13,7 +13,7 @@ from mlx_lm import stream_generate
 from kvgraft.cache import is_mapped
 from kvgraft.demo.data import bundled
 from kvgraft.errors import ArgumentError
-from kvgraft.handoff import MemoryLimit, Session, Span, memory_policy
+from kvgraft.handoff import MemoryLimit, Session, SessionOptions, memory_policy
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.handle import ModelHandle
 from kvgraft.models.loading import LoadedModel, load_model
@@ -116,25 +116,25 @@ def test_the_current_model_may_read_the_message_before_it_hands_over(uninterrupt
 
 
 def test_back_and_forth_drift_is_bounded(uninterrupted, exact):
-    """With an exact map the text stays; the counters show what is read again."""
-    session = Session(copies(), exact, max_mapped=1)
+    """With an exact map the text stays; the counters show what is re-prefilled."""
+    session = Session(copies(), exact)
     say(session, FIRST)
     worst = 0
     for name in ("b", "a", "b"):
         session.use(name)
         say(session, SECOND, 4)
-        worst = max(worst, *(span.mapped for span in session.spans))
+        worst = max([worst, *(part.times for part in session.mapped_ranges)])
     assert worst == 1
-    free = Session(copies(), exact, max_mapped=None)
+    free = Session(copies(), exact, SessionOptions(max_mapped=None))
     say(free, FIRST)
     for name in ("b", "a", "b"):
         free.use(name)
         say(free, SECOND, 4)
-    assert max(span.mapped for span in free.spans) == 3
+    assert max(part.times for part in free.mapped_ranges) == 3
 
 
 def test_a_kept_cache_is_come_back_to(exact):
-    session = Session(copies(), exact, keep_caches=True)
+    session = Session(copies(), exact, SessionOptions(keep_cache=True))
     say(session, FIRST)
     session.use("b")
     say(session, SECOND)
@@ -142,7 +142,7 @@ def test_a_kept_cache_is_come_back_to(exact):
     say(session, SECOND)
     report = session.turns[2].switches[0]
     assert report.reason is None and report.reused > 0
-    assert session.spans[0] == Span(report.reused, 0)
+    assert session.mapped_ranges[0].start == report.reused
     plain = Session({"a": handle("large")})
     for text in (FIRST, SECOND, SECOND):
         say(plain, text)
@@ -150,7 +150,7 @@ def test_a_kept_cache_is_come_back_to(exact):
 
 
 def test_a_real_pair_and_its_fallback():
-    """There is a map down, none up: up, the conversation is read again."""
+    """There is a map down, none up: up, the conversation is re-prefilled."""
     session = Session(pair(), {("large", "small"): mapper()})
     say(session, FIRST)
     session.use("small")
@@ -164,8 +164,8 @@ def test_a_real_pair_and_its_fallback():
     assert session.turns[2].mapped == 0
 
 
-def test_repair_goes_on_over_turns():
-    session = Session(pair(), {("large", "small"): mapper()}, repair=4)
+def test_repair_continues_over_turns():
+    session = Session(pair(), {("large", "small"): mapper()}, SessionOptions(repair=4))
     say(session, FIRST)
     session.use("small")
     say(session, SECOND, 6)
@@ -182,7 +182,7 @@ def test_a_policy_moves_the_conversation(uninterrupted, exact):
         seen.append(observation)
         return "b" if observation.steps_since_switch == 4 and observation.current == "a" else None
 
-    session = Session(copies(), exact, policy=policy)
+    session = Session(copies(), exact, SessionOptions(policy=policy))
     assert say(session, FIRST) == uninterrupted[0]
     assert session.turns[0].models == ["a", "b"]
     first = seen[0]
@@ -195,9 +195,8 @@ def test_a_policy_moves_the_conversation(uninterrupted, exact):
 def test_pressure_sends_it_down():
     used = [10]
     memory_limit = MemoryLimit(1 << 40, observe=lambda: used[0])
-    session = Session(
-        pair(), {("large", "small"): mapper()}, memory_limit=memory_limit, policy=memory_policy()
-    )
+    options = SessionOptions(memory_limit=memory_limit, policy=memory_policy())
+    session = Session(pair(), {("large", "small"): mapper()}, options)
     text = session.chat(FIRST, max_tokens=N)
     next(text)
     assert session.current == "large"
@@ -209,16 +208,15 @@ def test_pressure_sends_it_down():
 def test_room_brings_it_up():
     used = [int(0.3 * (1 << 40))]
     memory_limit = MemoryLimit(1 << 40, observe=lambda: used[0])
-    session = Session(
-        pair(), start="small", memory_limit=memory_limit, policy=memory_policy(hold=3)
-    )
+    options = SessionOptions(start="small", memory_limit=memory_limit, policy=memory_policy(hold=3))
+    session = Session(pair(), options=options)
     say(session, FIRST, 8)
     assert session.current == "large"
     assert session.turns[0].switches[0].n_tokens == session.turns[0].n_prompt + 3
 
 
 def test_models_with_different_tokenizers(tmp_path):
-    """Position i means something else then: the text is read again, in other ids."""
+    """Position i means something else then: the text is re-prefilled, in other ids."""
     folders = {
         name: save_model(tmp_path / name, added=added)
         for name, added in (("a", ["<x>"]), ("b", []))
@@ -236,7 +234,7 @@ def test_models_with_different_tokenizers(tmp_path):
     assert session.turns[0].generated == 10
 
 
-def test_a_model_that_cannot_be_loaded_is_not_gone_to(uninterrupted):
+def test_a_model_that_cannot_be_loaded_is_not_switched_to(uninterrupted):
     def broken() -> LoadedModel:
         raise OSError("unplugged")
 
@@ -248,7 +246,7 @@ def test_a_model_that_cannot_be_loaded_is_not_gone_to(uninterrupted):
     assert "unplugged" in session.turns[1].events[0]
 
 
-def test_breaking_off_keeps_what_was_said(uninterrupted):
+def test_an_interrupted_reply_keeps_what_was_said(uninterrupted):
     session = Session({"a": handle("large")})
     text = session.chat(FIRST, max_tokens=N)
     said = "".join(islice(text, 2))
@@ -277,7 +275,7 @@ def test_unknown_names_and_models_without_tokenizer():
         say(Session({"bare": bare}), FIRST)
 
 
-def test_a_new_message_breaks_off_the_reply_that_still_goes_on(uninterrupted):
+def test_a_new_message_interrupts_the_reply_that_is_running(uninterrupted):
     session = Session({"a": handle("large")})
     first = session.chat(FIRST, max_tokens=N)
     said = [next(first), next(first)]
@@ -321,3 +319,12 @@ def test_an_error_in_a_switch_is_the_one_that_is_seen(error, exact, monkeypatch,
             said += list(reply)
     assert session.messages[-1]["content"].startswith("".join(said))
     assert say(session, SECOND)
+
+
+def test_options_of_a_session_are_checked():
+    with pytest.raises(ArgumentError, match="at least 2"):
+        SessionOptions(repair=1)
+    with pytest.raises(ArgumentError, match="native_end"):
+        SessionOptions(native_end=0)
+    with pytest.raises(ArgumentError, match="no model 'c'"):
+        Session(copies(), options=SessionOptions(start="c"))

@@ -18,7 +18,7 @@ import mlx.core as mx
 from identity import identity_mapper
 from mlx_lm.models import qwen3
 
-from kvgraft.handoff import Generation, MemoryLimit, switch
+from kvgraft.handoff import Generation, MemoryLimit, SwitchOptions, switch
 from kvgraft.models.handle import ModelHandle
 
 PROMPT = list(range(3, 200))
@@ -59,7 +59,6 @@ def main(folder: Path, mode: str) -> dict[str, int | str | None]:
     run = Generation.start(one, PROMPT)
     want = [next(run) for _ in range(3)]
     state = run.stop()
-    state.cache = list(state.cache or ())
     mx.clear_cache()
     # One model is in memory. Room for half of another, on top of what there is.
     limit = virtual_bytes() + size // 2
@@ -69,8 +68,7 @@ def main(folder: Path, mode: str) -> dict[str, int | str | None]:
         state,
         two,
         mapper,
-        keep_source=mode == "both",
-        memory_limit=None if mode == "both" else limit,
+        SwitchOptions(keep_source=True) if mode == "both" else SwitchOptions(memory_limit=limit),
     )
     more = list(islice(Generation(done.state), 3))
     return {

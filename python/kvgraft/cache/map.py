@@ -96,7 +96,8 @@ class MappedPrompt:
         mapped: Tokens after them, mapped.
         native_end: Last tokens, computed by the target itself; the one that generation
             continues from, which is not in the cache, counts as one.
-        seconds: Wall time of the parts that took place: ``"start"``, ``"map"``, ``"end"``.
+        seconds: Wall time of the parts that took place: ``"native_start"``, ``"map"``,
+            ``"native_end"``.
     """
 
     cache: list[Any]
@@ -269,7 +270,7 @@ def map_prompt(
     seconds: dict[str, float] = {}
     own: list[Any] | None = None
     if split.native_start:
-        with _timed(seconds, "start"):
+        with _timed(seconds, "native_start"):
             own = list(make_prompt_cache(target)) if start_cache is None else start_cache
             unread = ids[reused : split.native_start]
             extend_cache(target, unread, own, step=step, on_step=on_start_step)
@@ -281,7 +282,7 @@ def map_prompt(
     if start_cache is not None:
         start_cache.clear()  # its rows were copied
     if split.stop < n:
-        with _timed(seconds, "end"):
+        with _timed(seconds, "native_end"):
             extend_cache(target, ids[split.stop : n], cache, step=step)
     return MappedPrompt(cache, split.native_start, reused, split.mapped, split.native_end, seconds)
 

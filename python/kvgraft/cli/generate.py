@@ -181,7 +181,7 @@ def _check_sampling(args: argparse.Namespace) -> None:
 def _session(args: argparse.Namespace) -> Session:
     from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-    from kvgraft.handoff import Session
+    from kvgraft.handoff import Session, SessionOptions
     from kvgraft.models.loading import resolve_model
 
     # Before any model is loaded: a wrong path should not cost a minute.
@@ -190,21 +190,20 @@ def _session(args: argparse.Namespace) -> Session:
     if args.top_k:
         _check_top_k(args.top_k, folders)
     models = {n: _handle(f, args.dtype) for n, f in zip(("source", "target"), folders, strict=True)}
-    return Session(
-        models,
-        {} if mapper is None else {("source", "target"): mapper},
+    options = SessionOptions(
         system=args.system_prompt,
         chat_template=not args.ignore_chat_template,
         sampler=make_sampler(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k),
         logits_processors=make_logits_processors(repetition_penalty=args.repetition_penalty),
         memory_limit=_memory_limit(args.memory_limit),
         policy=_policy(args),
-        head=args.native_start,
-        tail=args.native_end,
+        native_start=args.native_start,
+        native_end=args.native_end,
         force=args.force,
         keep_source=args.keep_source,
         repair=args.repair,
     )
+    return Session(models, {} if mapper is None else {("source", "target"): mapper}, options)
 
 
 def _open(path: str) -> Any:

@@ -1,10 +1,11 @@
-"""A generation that can stop at any token and go on, with the same model or another."""
+"""A generation that can stop at any token and continue, with the same model or another."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -28,23 +29,32 @@ class Generation:
     """Token ids from a state, one by one, through ``mlx_lm.generate.generate_step``.
 
     ``generate_step`` computes one token ahead. When a generation is stopped, that
-    token is forgotten and the random sequence goes back to where it was before
-    it, so that stopping leaves no trace: a run that was stopped and resumed emits
-    what an uninterrupted one does.
+    token is discarded and the random sequence is reset to where it was before it:
+    a run that was stopped and resumed emits what an uninterrupted one does.
 
     Args:
-        state: Where to go on. It belongs to the generation until :meth:`stop`.
+        state: Where to continue. Its cache is in use until :meth:`stop`.
         max_tokens: Tokens to generate at most; -1 for no limit.
-        prefill_step: Tokens per forward pass while reading.
+        prefill_step: Tokens per forward pass of the prefill.
+        repair: The :attr:`pending_repair` of an earlier generation from this
+            conversation with the same model, to continue it.
 
     Raises:
         ModelNotFoundError: If the state's model was released and can't be loaded.
     """
 
     def __init__(
-        self, state: GenerationState, *, max_tokens: int = 256, prefill_step: int = 2048
+        self,
+        state: GenerationState,
+        *,
+        max_tokens: int = 256,
+        prefill_step: int = 2048,
+        repair: Repair | None = None,
     ) -> None:
-        self._state: GenerationState | None = state
+        # Its own list of tokens: the state that was given stays what it is.
+        self._state: GenerationState | None = replace(state, tokens=list(state.tokens))
+        keep = repair is not None and state.n_mapped > 0 and repair.resume(state.tokens)
+        self._repair = repair if keep else None
         self._max_tokens = max_tokens
         self._prefill_step = prefill_step
         self._keys: deque[mx.array] = deque(maxlen=2)
@@ -55,7 +65,7 @@ class Generation:
         self.logprobs: mx.array | None = None
         """Log probabilities ``[vocab]`` behind the last token, after processors."""
         self.events: list[str] = []
-        """What went wrong and was mended, in order."""
+        """Errors that the generation recovered from, in order."""
 
     @classmethod
     def start(
@@ -76,7 +86,7 @@ class Generation:
 
     @property
     def state(self) -> GenerationState:
-        """The state as it stands; its cache is in use. See :meth:`stop`.
+        """The current state; its tokens and its cache are in use. See :meth:`stop`.
 
         Raises:
             HandoffError: After :meth:`stop`.
@@ -89,66 +99,74 @@ class Generation:
         return self
 
     def __next__(self) -> int:
-        state = self.state
-        if 0 <= self._max_tokens <= self.n_generated:
+        if self.state and 0 <= self._max_tokens <= self.n_generated:
             raise StopIteration
         if self._steps is None:
             self._steps = self._begin()
         try:
             token, logprobs = next(self._steps)
         except BaseException:
-            self._go_back()
+            # In the middle of a token, a sampler's error, say: back to before it.
+            self._close()
+            self._restore_key()
             raise
+        state = self.state
         if state.n_mapped and bool(mx.isnan(logprobs).any()):
-            token, logprobs = self._reread("the target's predictions from the mapped cache are NaN")
+            token, logprobs = self._prefill_again()
         state.tokens.append(int(token))
         self._pending -= 1
         self.n_generated += 1
         self.logprobs = logprobs
-        if state.repair is not None:
-            self._advance_repair()
+        if self._repair is not None:
+            self._advance_repair(self._repair)
         return int(token)
 
     def read(self) -> None:
-        """Read what the cache lacks of the conversation, all but the last token.
+        """Prefill what the cache lacks of the conversation, all but the last token.
 
-        The first token would do this too; this is for handing over before it.
+        Generating the first token does so too; this is for a hand-off before it.
         """
         state = self.state
-        if state.cache is None:
-            state.cache = make_prompt_cache(state.handle.load(), state.max_kv_size)
+        cache = self._cache()
         unread = state.tokens[state.n_cached : -1]
-        extend_cache(state.handle.load(), unread, state.cache, step=self._prefill_step)
-        state.settle()
+        extend_cache(state.handle.load(), unread, cache, step=self._prefill_step)
 
     def repair(self, *, chunk: int = 64, memory_limit: MemoryLimit | None = None) -> bool:
-        """Replace the mapped cache by a native one while tokens come out of it.
+        """Replace the mapped cache by a native one while generating from it.
 
-        From now on the model also reads the conversation itself, ``chunk`` tokens
-        after each emitted one. When it has caught up, its cache takes the place of
-        the mapped one, and what follows is what a native cache gives. Only the
-        token after that was still chosen from the mapped cache.
+        From now on the model also prefills the conversation itself, ``chunk`` tokens
+        after each emitted one. When it has caught up, its cache replaces the mapped
+        one, and what follows is what a native cache gives. Only the next token was
+        still sampled from the mapped cache.
 
         Args:
-            chunk: Tokens read per emitted token. Larger: sooner done, slower
-                tokens until then.
+            chunk: Tokens read per emitted token, at least 2. A larger chunk is done
+                sooner, with slower tokens until then.
             memory_limit: Don't begin if the second cache would not fit.
 
         Returns:
             Whether there is anything to repair, and room for it.
+
+        Raises:
+            ArgumentError: If ``chunk`` is below 2.
         """
         state = self.state
         if not state.n_mapped:
             return False
-        state.repair = Repair.begin(state, chunk=chunk, memory_limit=memory_limit)
-        if state.repair is None:
+        self._repair = Repair.begin(state, chunk=chunk, memory_limit=memory_limit)
+        if self._repair is None:
             self._note("no background repair: a second cache does not fit the memory limit")
-        return state.repair is not None
+        return self.repairing
 
     @property
     def repairing(self) -> bool:
         """Whether a background repair is under way."""
-        return self.state.repair is not None
+        return self._repair is not None
+
+    @property
+    def pending_repair(self) -> Repair | None:
+        """The background repair under way: for the generation that resumes this one."""
+        return self._repair
 
     @property
     def stopped(self) -> bool:
@@ -156,17 +174,15 @@ class Generation:
         return self._state is None
 
     def stop(self) -> GenerationState:
-        """Stop here, and give the state back for :func:`switch` or another run.
+        """Stop here, and return the state for :func:`switch` or another run.
 
         The token that the model has computed ahead is never emitted.
         """
-        state = self.state
         self._close()
         self._restore_key()
+        state, self._state = self.state, None
         if state.cache is not None:
             mx.eval([entry.state for entry in state.cache])
-        state.settle()
-        self._state = None
         return state
 
     def _close(self) -> None:
@@ -176,53 +192,54 @@ class Generation:
         try:
             steps.close()  # type: ignore[attr-defined]  # a generator
         except RuntimeError as error:
-            # MLX keeps the current stream by thread, and mlx-lm's generator wants to
-            # put it back in the thread that began. The state is whole all the same.
+            # MLX keeps the current stream by thread, and mlx-lm's generator restores it
+            # in the thread that began. The state is complete all the same.
             if "different thread" not in str(error):
                 raise
-            self._note("stopped in another thread than the one that began; that is harmless here")
+            self._note("stopped in another thread than the one that began; this has no effect")
 
-    def _go_back(self) -> None:
-        """To before the next token, after an error in the middle of it (a sampler's, say)."""
-        self._close()
-        self._restore_key()
-        self.state.settle()
+    def _cache(self) -> list[Any]:
+        """The state's cache; an empty one if it has none."""
+        state = self.state
+        cache = state.cache or make_prompt_cache(state.handle.load(), state.max_kv_size)
+        if cache is not state.cache:
+            self._state = state.with_cache(cache)
+        return cache
 
     def _restore_key(self) -> None:
-        """Put the random key back to that of the next token, if one was sampled ahead."""
+        """Reset the random key to that of the next token, if one was sampled ahead."""
         if self._pending and self._keys:  # greedy decoding draws nothing
-            self.state.rng_key = _words(self._keys[-self._pending])
+            self._state = replace(self.state, rng_key=_words(self._keys[-self._pending]))
         self._keys.clear()
         self._pending = 0
 
     def _begin(self) -> Iterator[tuple[int, mx.array]]:
         """A run of ``generate_step`` that reads what the cache lacks."""
-        state = self.state
-        if state.n_cached >= len(state.tokens):
+        n = len(self.state.tokens)
+        if self.state.n_cached >= n:
             # The last token must be read again, for the logits after it.
-            state.rewind(len(state.tokens) - 1)
-            if state.cache is None and len(state.tokens) > 1:
+            self._state = self.state.rewound(n - 1)
+            if self._state.cache is None and n > 1:
+                self._repair = None
                 self._note(
-                    "the cache has dropped tokens and cannot go back by one; the conversation is "
-                    "read again"
+                    "the cache has dropped tokens and cannot be cut by one; the conversation is "
+                    "re-prefilled"
                 )
-        model = state.handle.load()
-        check_tokens(model, state.tokens)
-        if state.cache is None:
-            state.cache = make_prompt_cache(model, state.max_kv_size)
-            state.settle()
+        model = self.state.handle.load()
+        check_tokens(model, self.state.tokens)
+        cache = self._cache()
+        state = self.state
         if state.rng_key is not None:
-            _restore(state.rng_key)
-            state.rng_key = None
-        held = state.n_cached
+            _set_random_key(state.rng_key)
+            self._state = replace(state, rng_key=None)
         processors = [_with_history(list(state.tokens), p) for p in state.logits_processors]
         steps = generate_step(
-            mx.array(state.tokens[held:]),
+            mx.array(state.unread),
             model,
             max_tokens=-1,
             sampler=self._sampler(state.sampler),
             logits_processors=processors or None,
-            prompt_cache=state.cache,
+            prompt_cache=cache,
             prefill_step_size=self._prefill_step,
         )
         return _wired(model, steps)
@@ -238,33 +255,33 @@ class Generation:
 
         return sample
 
-    def _reread(self, reason: str) -> tuple[int, mx.array]:
+    def _prefill_again(self) -> tuple[int, mx.array]:
         """Take the current token again, from a cache that the model fills itself."""
-        state = self.state
-        self._note(f"{reason}; the conversation was read again")
+        self._note(
+            "the target's predictions from the mapped cache are NaN; the conversation was "
+            "re-prefilled"
+        )
         self._close()
-        state.cache, state.spans, state.repair = None, [], None
+        self._state, self._repair = self.state.with_cache(None), None
         self.read()
         self._restore_key()
         self._steps = self._begin()
         return next(self._steps)
 
-    def _advance_repair(self) -> None:
+    def _advance_repair(self, repair: Repair) -> None:
         state = self.state
-        assert state.repair is not None
         try:
-            native = state.repair.advance(state.tokens)
+            native = repair.advance(state.tokens)
         except Exception as error:  # whatever a forward pass can raise, memory first
-            state.repair = None
-            self._note(f"background repair was given up ({type(error).__name__}: {error})")
+            self._repair = None
+            self._note(f"background repair was abandoned ({type(error).__name__}: {error})")
             return
         if native is None:
             return
         assert state.cache is not None
         # generate_step indexes this very list, so the next token comes from it.
         state.cache[:] = native
-        state.spans, state.repair = [], None
-        state.settle()
+        self._repair = None
 
     def _note(self, text: str) -> None:
         self.events.append(text)
@@ -303,6 +320,6 @@ def _words(key: mx.array) -> tuple[int, int]:
     return int(words[0]), int(words[1])
 
 
-def _restore(key: tuple[int, int]) -> None:
-    # MLX's state can't be assigned; a seed of 64 bits is a key of two words.
+def _set_random_key(key: tuple[int, int]) -> None:
+    # MLX's random state can't be assigned; a seed of 64 bits is a key of two words.
     mx.random.seed((key[0] << 32) | key[1])

@@ -1,4 +1,4 @@
-"""Reading a conversation natively in the gaps of a generation from a mapped cache."""
+"""Prefilling a conversation natively in the background of a generation from a mapped cache."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft import cache as caches
+from kvgraft.errors import ArgumentError
 from kvgraft.handoff.memory import MemoryLimit, token_bytes
 from kvgraft.handoff.state import GenerationState
 from kvgraft.models.forward import extend_cache
@@ -21,20 +22,23 @@ class Repair:
     Args:
         state: The generation; its model reads.
         chunk: Tokens per :meth:`advance`; at least 2, to gain on the generation.
+
+    Raises:
+        ArgumentError: If ``chunk`` is below 2.
     """
 
     def __init__(self, state: GenerationState, *, chunk: int) -> None:
-        if chunk < 2:
-            raise ValueError(f"A repair must read at least 2 tokens per step, got {chunk}.")
+        check_chunk(chunk)
         self._model = state.handle.load()
         self._chunk = chunk
         self._cache: list[Any] = make_prompt_cache(self._model, state.max_kv_size)
+        self._read: list[int] = []
 
     @classmethod
     def begin(
         cls, state: GenerationState, *, chunk: int, memory_limit: MemoryLimit | None
     ) -> Repair | None:
-        """A repair, or ``None`` if its cache would not fit the memory_limit."""
+        """A repair, or ``None`` if its cache would not fit the memory limit."""
         if memory_limit is not None:
             # Room to grow: both caches get longer until the swap.
             n = len(state.tokens) + 256 + len(state.tokens) // chunk
@@ -48,22 +52,54 @@ class Repair:
     @property
     def n_read(self) -> int:
         """Tokens read so far."""
-        return caches.n_tokens(self._cache)
+        return len(self._read)
 
-    def rewind(self, n_tokens: int) -> bool:
-        """Keep only the first ``n_tokens``; ``False`` if that can't be done."""
-        return self.n_read <= n_tokens or caches.trim(self._cache, n_tokens)
+    def resume(self, tokens: Sequence[int]) -> bool:
+        """Continue with a conversation that may have changed since, and keep what it shares.
+
+        Returns:
+            Whether the repair can go on; ``False`` if its cache cannot be cut back.
+        """
+        n = common_prefix(self._read, tokens)
+        if n < len(self._read) and not caches.trim(self._cache, n):
+            return False
+        del self._read[n:]
+        return True
 
     def advance(self, tokens: Sequence[int]) -> list[Any] | None:
         """Read the next chunk.
 
         Args:
             tokens: The conversation as it is now, the token just emitted included;
-                the cache in use must hold all of it.
+                the cache in use must hold all of it. It begins with what was read.
 
         Returns:
             The native cache of all of ``tokens`` once it has caught up.
         """
-        done = self.n_read
-        extend_cache(self._model, tokens[done : done + self._chunk], self._cache)
+        part = tokens[self.n_read : self.n_read + self._chunk]
+        extend_cache(self._model, part, self._cache)
+        self._read += part
         return self._cache if self.n_read == len(tokens) else None
+
+
+def check_chunk(chunk: int) -> None:
+    """Check the tokens that a repair reads per generated one.
+
+    Raises:
+        ArgumentError: If it is below 2.
+    """
+    if chunk < 2:
+        raise ArgumentError(
+            f"A repair must read at least 2 tokens per generated one, to gain on the generation; "
+            f"got {chunk}."
+        )
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of first tokens that two conversations share."""
+    n = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        n += 1
+    return n

@@ -7,23 +7,28 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 
+from kvgraft import cache as caches
+from kvgraft.cache import MappedRange
 from kvgraft.errors import ArgumentError, HandoffError
+from kvgraft.handoff.decision import same_tokenizer
 from kvgraft.handoff.generation import Generation
 from kvgraft.handoff.memory import MemoryLimit, cache_bytes, plan_memory, token_bytes
-from kvgraft.handoff.policy import ModelOption, Observation, Policy
-from kvgraft.handoff.state import GenerationState, LogitsProcessor, Sampler, Span, cut
-from kvgraft.handoff.switch import SwitchReport, switch
+from kvgraft.handoff.options import SessionOptions
+from kvgraft.handoff.policy import ModelOption, Observation
+from kvgraft.handoff.repair import Repair, common_prefix
+from kvgraft.handoff.report import SwitchReport
+from kvgraft.handoff.state import GenerationState
+from kvgraft.handoff.switch import switch
 from kvgraft.mapper.mapper import Mapper, open_mapper
 from kvgraft.models.handle import ModelHandle, ModelSource
-from kvgraft.models.loading import ModelIdentity
 from kvgraft.ops.env import machine_memory
 
-__all__ = ["Session", "Turn"]
+__all__ = ["Session", "SessionOptions", "Turn"]
 
 _log = logging.getLogger("kvgraft.handoff")
 _HISTORY = 256  # pressures that a policy sees at most
@@ -36,8 +41,8 @@ class Turn:
     Attributes:
         models: Names of the models that wrote the reply, in order.
         n_prompt: Tokens of the conversation, the new message included.
-        skipped: Of these, tokens that no model had to read in this turn: they
-            came out of a cache, native or mapped.
+        skipped: Of these, tokens that no model had to read in this turn, since
+            they were in a cache, native or mapped.
         read: Of these, tokens that were read.
         generated: Tokens of the reply.
         seconds_to_first: From the call to the first token, hand-offs included.
@@ -45,7 +50,7 @@ class Turn:
         switches: Hand-offs, in order.
         native: Rows of the cache at the end that the model computed itself.
         mapped: Rows that were mapped.
-        events: What went wrong and was mended.
+        events: Errors that the session recovered from.
     """
 
     models: list[str] = field(default_factory=list)
@@ -80,27 +85,9 @@ class Session:
             are loaded when needed and released on a hand-off; live models stay
             in memory.
         mappers: Mapper, or its path, by ``(source, target)``. Where there is none,
-            the target reads the conversation.
-        start: Name of the first model; default the first.
-        system: System message.
-        chat_template: Render messages with the model's chat template. Without it,
-            or without a template, the model goes on with the plain text.
-        sampler: As for ``mlx_lm.generate``.
-        logits_processors: As for ``mlx_lm.generate``.
-        memory_limit: Memory limit.
-        policy: Called after each token; a name that it returns is switched to at
-            once. See :func:`~kvgraft.handoff.memory_policy`.
-        head: See :func:`~kvgraft.handoff.switch`.
-        tail: See :func:`~kvgraft.handoff.switch`.
-        max_mapped: See :func:`~kvgraft.handoff.switch`: what bounds the drift.
-        force: See :func:`~kvgraft.handoff.switch`.
-        keep_source: Keep a model that is switched away from in memory.
-        keep_caches: Keep the cache of a model that was switched away from, so that
-            coming back maps only what is new. Given up under a memory_limit when more
-            than half of it is in use.
-        repair: Tokens to read natively per generated token after a hand-off,
-            until the mapped cache is replaced; 0 for no repair.
-        prefill_step: Tokens per forward pass while reading.
+            the target re-prefills the conversation.
+        options: How to generate, and when and how to switch; default
+            ``SessionOptions()``.
 
     Raises:
         ArgumentError: If there are no models, or a name is unknown.
@@ -121,25 +108,11 @@ class Session:
         self,
         models: Mapping[str, ModelSource | ModelHandle],
         mappers: Mapping[tuple[str, str], Mapper | str | os.PathLike[str]] | None = None,
-        *,
-        start: str | None = None,
-        system: str | None = None,
-        chat_template: bool = True,
-        sampler: Sampler | None = None,
-        logits_processors: Sequence[LogitsProcessor] | None = None,
-        memory_limit: MemoryLimit | None = None,
-        policy: Policy | None = None,
-        head: int | None = None,
-        tail: int | None = None,
-        max_mapped: int | None = 1,
-        force: bool = False,
-        keep_source: bool = False,
-        keep_caches: bool = False,
-        repair: int = 0,
-        prefill_step: int = 2048,
+        options: SessionOptions | None = None,
     ) -> None:
         if not models:
             raise ArgumentError("A session needs at least one model.")
+        self._options = options = SessionOptions() if options is None else options
         self._handles = {name: ModelHandle.of(source) for name, source in models.items()}
         for name, handle in self._handles.items():
             handle.name = handle.name or name
@@ -147,20 +120,13 @@ class Session:
         for pair in self._mappers:
             for name in pair:
                 self._check_name(name)
-        self._current = next(iter(self._handles)) if start is None else start
+        self._current = next(iter(self._handles)) if options.start is None else options.start
         self._check_name(self._current)
         self._wanted: str | None = None
-        self._memory_limit, self._policy = memory_limit, policy
-        self._options: dict[str, Any] = {
-            "head": head, "tail": tail, "max_mapped": max_mapped, "force": force,
-            "prefill_step": prefill_step,
-        }  # fmt: skip
-        self._keep_source, self._keep_caches = keep_source, keep_caches
-        self._repair_chunk, self._chat_template = repair, chat_template
-        self._prefill_step = prefill_step
-        self._sampler, self._processors = sampler, tuple(logits_processors or ())
         self._state: GenerationState | None = None
-        self._parked: dict[str, tuple[list[int], list[Any], list[Span]]] = {}
+        self._repair: Repair | None = None
+        # By model: the conversation that it left, and its cache of that.
+        self._parked: dict[str, tuple[list[int], list[Any]]] = {}
         self._pressures: deque[float] = deque(maxlen=_HISTORY)
         self._steps = 0
         self._has_switched = False
@@ -169,8 +135,8 @@ class Session:
         """The conversation, as chat templates take it."""
         self.turns: list[Turn] = []
         """What each turn cost."""
-        if system is not None:
-            self.messages.append({"role": "system", "content": system})
+        if options.system is not None:
+            self.messages.append({"role": "system", "content": options.system})
 
     @property
     def current(self) -> str:
@@ -178,9 +144,9 @@ class Session:
         return self._current
 
     @property
-    def spans(self) -> list[Span]:
-        """How the rows of the current cache came to be."""
-        return [] if self._state is None else list(self._state.spans)
+    def mapped_ranges(self) -> tuple[MappedRange, ...]:
+        """Which tokens of the current cache were mapped; all others are native."""
+        return () if self._state is None else self._state.mapped_ranges
 
     @property
     def n_tokens(self) -> int:
@@ -188,7 +154,7 @@ class Session:
         return 0 if self._state is None else len(self._state.tokens)
 
     def use(self, name: str) -> None:
-        """Go on with another model: from the next token, or with the next turn.
+        """Continue with another model: from the next token, or with the next turn.
 
         Raises:
             ArgumentError: If there is no model of this name.
@@ -197,16 +163,16 @@ class Session:
         self._wanted = name
 
     def chat(self, text: str, *, max_tokens: int = 256, read_first: bool = False) -> Iterator[str]:
-        """Say something and get the reply, piece by piece.
+        """Send a message and get the reply, piece by piece.
 
-        Stop iterating to break the reply off; what was said so far stays in the
-        conversation. The next message breaks off a reply that is still going on.
+        Stop iterating to interrupt the reply; what was generated so far stays in the
+        conversation. The next message interrupts a reply that is still running.
 
         Args:
             text: The user's message.
             max_tokens: Tokens of the reply at most.
             read_first: Where :meth:`use` has asked for another model, let the
-                current one read the message before it hands over. Else the other
+                current one read the message before the hand-off. Otherwise the other
                 one reads it on top of what is handed over.
 
         Yields:
@@ -222,7 +188,7 @@ class Session:
         try:
             state = self._listen(turn, read_first)
         except BaseException:
-            # Not said, then: trying again must not say it twice.
+            # It was not sent: trying again must not send it twice.
             self.messages.pop()
             self.turns.pop()
             raise
@@ -235,13 +201,13 @@ class Session:
         before = state.n_cached
         if self._wanted not in (None, self._current):
             if read_first:
-                reader = Generation(state, prefill_step=self._prefill_step)
+                reader = Generation(state, prefill_step=self._options.prefill_step)
                 reader.read()
-                state = reader.stop()
+                state = self._state = reader.stop()
             state = self._move(state, turn)
             if turn.switches:
-                # The other model's template and tokenizer count from here on.
-                self._show_messages(state)
+                # The other model's template and tokenizer apply from here on.
+                state = self._with_messages(state)
                 before = turn.switches[-1].mapped + turn.switches[-1].reused
         turn.n_prompt = len(state.tokens)
         turn.skipped = min(before, turn.n_prompt - 1)
@@ -269,11 +235,11 @@ class Session:
                 if pieces[-1]:
                     yield pieces[-1]
                 if turn.generated < max_tokens and self._should_move(run.state):
-                    state = self._move(run.stop(), turn)
+                    state = self._move(self._stop(run), turn)
                     turn.events += run.events
                     run = self._run(state, turn, max_tokens - turn.generated)
                     stops = set(state.handle.tokenizer.eos_token_ids)
-                    if not _same_tokenizer(identity, state.handle.identity):
+                    if not same_tokenizer(identity, state.handle.identity):
                         # Else one for the whole reply: a character may be spread
                         # over the switch.
                         detokenizer.finalize()
@@ -285,21 +251,28 @@ class Session:
             if pieces[-1]:
                 yield pieces[-1]
         finally:
-            # Also when the caller breaks off, or the model fails.
+            # Also when the caller interrupts it, or the model fails.
             turn.events += run.events
             if not run.stopped:
-                self._state = run.stop()
+                self._stop(run)
             assert self._state is not None
-            self._state.settle()  # a switch that failed may have used up its cache
             turn.mapped = self._state.n_mapped
             turn.native = self._state.n_cached - turn.mapped
             self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
     def _run(self, state: GenerationState, turn: Turn, max_tokens: int) -> Generation:
-        run = Generation(state, max_tokens=max_tokens, prefill_step=self._prefill_step)
-        if self._repair_chunk and state.repair is None and state.n_mapped:
-            run.repair(chunk=self._repair_chunk, memory_limit=self._memory_limit)
+        options = self._options
+        run = Generation(
+            state, max_tokens=max_tokens, prefill_step=options.prefill_step, repair=self._repair
+        )
+        if options.repair and not run.repairing:
+            run.repair(chunk=options.repair, memory_limit=options.memory_limit)
         return run
+
+    def _stop(self, run: Generation) -> GenerationState:
+        self._repair = run.pending_repair
+        self._state = run.stop()
+        return self._state
 
     # ------------------------------------------------------------------------- turns
 
@@ -308,18 +281,19 @@ class Session:
         handle = self._handles[self._current]
         handle.load()  # the tokenizer comes with it
         if self._state is None:
-            self._state = GenerationState(handle, [], None, self._sampler, self._processors)
-        self._show_messages(self._state)
-        return self._state
+            processors = tuple(self._options.logits_processors)
+            self._state = GenerationState(handle, [], None, self._options.sampler, processors)
+        return self._with_messages(self._state)
 
-    def _show_messages(self, state: GenerationState) -> None:
-        """Make the state's tokens those of the messages, and keep the cache that they share."""
+    def _with_messages(self, state: GenerationState) -> GenerationState:
+        """The state with the tokens of the messages, and the cache of those that they share."""
         tokens = self._render(state.handle.tokenizer, state.handle.name)
         if not tokens:
             raise ArgumentError("The conversation is empty: there is nothing to reply to.")
         # Templates may render an earlier reply otherwise than it was generated.
-        state.rewind(min(_common(state.tokens, tokens), len(tokens) - 1))
-        state.tokens = tokens
+        shared = min(common_prefix(state.tokens, tokens), len(tokens) - 1)
+        self._state = replace(state.rewound(shared), tokens=tokens)
+        return self._state
 
     def _render(self, tokenizer: Any, name: str) -> list[int]:
         if tokenizer is None:
@@ -327,21 +301,22 @@ class Session:
                 f"{name} came without a tokenizer, and a chat needs one. Give a folder, a "
                 "repository, or what kvgraft.models.loading.load_model returns."
             )
-        if self._chat_template and getattr(tokenizer, "chat_template", None):
+        if self._options.chat_template and getattr(tokenizer, "chat_template", None):
             text = tokenizer.apply_chat_template(
                 self.messages, tokenize=False, add_generation_prompt=True
             )
             ids = tokenizer.encode(text, add_special_tokens=False)
-        else:  # a base model goes on with the plain text
+        else:  # a base model continues the plain text
             ids = tokenizer.encode("".join(m["content"] for m in self.messages))
         return [int(i) for i in ids]
 
     # ---------------------------------------------------------------------- switching
 
     def _should_move(self, state: GenerationState) -> bool:
-        if self._policy is not None and self._wanted is None:
+        policy = self._options.policy
+        if policy is not None and self._wanted is None:
             self._steps += 1
-            self._wanted = self._policy(self._observe(state))
+            self._wanted = policy(self._observe(state))
             if self._wanted is not None:
                 self._check_name(self._wanted)
         if self._wanted == self._current:
@@ -349,8 +324,8 @@ class Session:
         return self._wanted is not None
 
     def _observe(self, state: GenerationState) -> Observation:
-        limit = self._memory_limit.usable if self._memory_limit else machine_memory()
-        memory_limit = self._memory_limit or MemoryLimit(limit)
+        memory_limit = self._options.memory_limit or MemoryLimit(machine_memory())
+        limit = memory_limit.usable
         used = memory_limit.observe()
         if used > 0.8 * limit:
             mx.clear_cache()  # buffers kept for reuse are no pressure
@@ -375,7 +350,7 @@ class Session:
             if geometry is None and opened is not None:
                 geometry = opened.target
             live = handle.is_loaded
-            stays = self._keep_source or not state.handle.can_load
+            stays = self._options.keep_source or not state.handle.can_load
             plan = plan_memory(
                 source_weights=weights,
                 source_cache=held,
@@ -391,67 +366,52 @@ class Session:
             yield ModelOption(name, rest + after + (0 if live else handle.nbytes or 0), plan.peak)
 
     def _move(self, state: GenerationState, turn: Turn) -> GenerationState:
-        """Switch to the wanted model; on failure the current one goes on."""
+        """Switch to the wanted model; on failure the current one continues."""
         target, self._wanted = self._wanted, None
         assert target is not None
-        source = self._current
+        source, options = self._current, self._options
         self._steps, self._has_switched = 0, True
         self._pressures.clear()
-        if (
-            self._memory_limit is not None
-            and self._memory_limit.observe() > self._memory_limit.usable / 2
-        ):
+        limit = options.memory_limit
+        if limit is not None and limit.observe() > limit.usable / 2:
             self._parked.clear()
-        mapper = self._open((source, target))
-        own = self._unpark(target, state.tokens)
+        # A live model could not be loaded again.
+        keep_source = options.keep_source or not state.handle.can_load
         try:
             done = switch(
                 state,
                 self._handles[target],
-                mapper,
-                memory_limit=self._memory_limit,
-                # A live model could not be had back.
-                keep_source=self._keep_source or not state.handle.can_load,
-                keep_cache=self._keep_caches,
-                own_cache=own[0] if own else None,
-                own_spans=own[1] if own else None,
-                **self._options,
+                self._open((source, target)),
+                replace(options, keep_source=keep_source),
+                own_cache=self._unpark(target, state.tokens),
             )
         except HandoffError as error:
             name = self._handles[source].name
             turn.events.append(f"stayed with {name}: {error}")
             _log.warning("stayed with %s: %s", name, error)
             return state
-        if self._keep_caches and state.cache is not None:
-            self._parked[source] = (list(state.tokens), state.cache, list(state.spans))
-        self._current = target
-        self._state = done.state
+        if options.keep_cache and state.cache:
+            self._parked[source] = (state.tokens, state.cache)
+        self._current, self._state, self._repair = target, done.state, None
         turn.switches.append(done.report)
         turn.models.append(target)
         return done.state
 
     def _open(self, pair: tuple[str, str]) -> Mapper | str | os.PathLike[str] | None:
-        """The mapper of a pair, opened once; a path that can't be opened stays one."""
+        """The mapper of a pair, opened once; a path that can't be opened stays a path."""
         mapper = self._mappers.get(pair)
         if mapper is not None and not isinstance(mapper, Mapper):
             try:
                 mapper = self._mappers[pair] = open_mapper(mapper)
-            except Exception as error:  # switch() will meet it again, and read instead
+            except Exception as error:  # switch() meets it again, and re-prefills
                 _log.debug("mapper %s: %s", mapper, error)
         return mapper
 
-    def _unpark(self, name: str, tokens: Sequence[int]) -> tuple[list[Any], list[Span]] | None:
-        """The cache that a model left behind, as far as it is of this conversation."""
-        from kvgraft import cache as caches
-
-        parked = self._parked.pop(name, None)
-        if parked is None:
-            return None
-        old, cache, spans = parked
-        n = min(_common(old, tokens), caches.n_tokens(cache), len(tokens) - 1)
-        if n <= 0 or (n < caches.n_tokens(cache) and not caches.trim(cache, n)):
-            return None
-        return cache, cut(spans, 0, n)
+    def _unpark(self, name: str, tokens: Sequence[int]) -> list[Any] | None:
+        """The cache that a model left behind, cut to what it shares with this conversation."""
+        old, cache = self._parked.pop(name, ([], []))
+        n = min(common_prefix(old, tokens), caches.n_tokens(cache), len(tokens) - 1)
+        return cache if n > 0 and caches.trim(cache, n) else None
 
     def _check_name(self, name: str) -> None:
         if name not in self._handles:
@@ -464,16 +424,3 @@ def _detokenizer(handle: ModelHandle) -> Any:
     detokenizer = handle.tokenizer.detokenizer
     detokenizer.reset()
     return detokenizer
-
-
-def _same_tokenizer(a: ModelIdentity | None, b: ModelIdentity | None) -> bool:
-    return a is None or b is None or a.tokenizer_sha256 == b.tokenizer_sha256
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    n = 0
-    for x, y in zip(a, b):
-        if x != y:
-            break
-        n += 1
-    return n
