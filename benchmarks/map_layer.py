@@ -5,10 +5,10 @@
 Everything that is compared runs in turns in one process. Each figure is given twice:
 from the fastest run of each contender, since other programs can only add time, and as
 the median over the rounds in which they added least, a ratio being formed within a
-round. The peak is measured by running multiply-adds in registers on the same
-threads. MLX's Linux wheel multiplies with a slow BLAS, so the comparisons with MLX's
-own operations are made twice, the second time with OpenBLAS in front of it, in a
-process of its own.
+round. The peak is measured by running multiply-adds in registers on as many threads
+(csrc/bench, built on demand). MLX's Linux wheel multiplies with a slow BLAS, so the
+comparisons with MLX's own operations are made twice, the second time with OpenBLAS in
+front of it, in a process of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from benchmarks import peak
 
 from kvgraft import _ext
 from kvgraft.errors import QualityWarning
@@ -243,7 +244,7 @@ def sample(run: Callable[[], None]) -> Sample:
 
 
 def spin() -> float:
-    return _ext.cpu_spin(8 * ops.num_threads(), SPIN_STEPS)
+    return peak.spin(_ext.cpu_isa(), 8 * ops.num_threads(), SPIN_STEPS, ops.num_threads())
 
 
 Round = dict[str, Sample]
@@ -313,18 +314,18 @@ _SPIN_FLOP: dict[int, float] = {}
 
 def summary(found: Rounds, name: str, flop: float) -> dict[str, float]:
     """Seconds, rates and the part of the peak of one contender."""
-    peak = spin_flop()
+    flop_of_a_spin = spin_flop()
     return {
         "seconds": median([r[name].clock for r in found]),
         "cpu_seconds": median([r[name].cpu for r in found]),
         "gflops": flop / median([r[name].clock for r in found]) / 1e9,
-        "peak_gflops": peak / median([r["spin"].clock for r in found]) / 1e9,
+        "peak_gflops": flop_of_a_spin / median([r["spin"].clock for r in found]) / 1e9,
         "best_seconds": found.fastest[name],
         "best_gflops": flop / found.fastest[name] / 1e9,
-        "best_peak_gflops": peak / found.fastest["spin"] / 1e9,
-        "best_share": flop / found.fastest[name] / (peak / found.fastest["spin"]),
-        "share": median([flop / r[name].clock / (peak / r["spin"].clock) for r in found]),
-        "share_cpu": median([flop / r[name].cpu / (peak / r["spin"].cpu) for r in found]),
+        "best_peak_gflops": flop_of_a_spin / found.fastest["spin"] / 1e9,
+        "best_share": flop / found.fastest[name] / (flop_of_a_spin / found.fastest["spin"]),
+        "share": median([flop / r[name].clock / (flop_of_a_spin / r["spin"].clock) for r in found]),
+        "share_cpu": median([flop / r[name].cpu / (flop_of_a_spin / r["spin"].cpu) for r in found]),
         "foreign": max(worst(r) for r in found),
         "rounds": len(found),
         "tried": found.tried,
@@ -409,9 +410,7 @@ def section_pairs(quick: bool) -> dict[str, Any]:
         # Both, and as a yardstick how the peak itself grows.
         def spun(count: int, tasks: int = 8 * most) -> Callable[[], None]:
             def run() -> None:
-                set_num_threads(count)
-                _ext.cpu_spin(tasks, SPIN_STEPS)
-                set_num_threads(0)
+                peak.spin(_ext.cpu_isa(), tasks, SPIN_STEPS, count)
 
             return run
 

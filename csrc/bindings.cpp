@@ -9,7 +9,7 @@
 #include <string>
 #include <tuple>
 
-#include "cpu/job.h"
+#include "cpu/map_layer.h"
 #include "cpu/pool.h"
 #include "finite.h"
 #include "map_layer.h"
@@ -27,32 +27,36 @@ using TableTuple = std::tuple<mx::array, mx::array, bool>;
 
 std::optional<kvgraft::RopeTable> to_table(const std::optional<TableTuple>& table) {
   if (!table) return std::nullopt;
-  return kvgraft::RopeTable{std::get<0>(*table), std::get<1>(*table), std::get<2>(*table)};
+  const auto& [cos, sin, traditional] = *table;
+  return kvgraft::RopeTable{.cos = cos, .sin = sin, .traditional = traditional};
 }
 
 MapLayerArgs to_args(const std::vector<mx::array>& sources, const mx::array& weight,
                      const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
                      int group_size, int bits, const std::optional<mx::array>& bias,
-                     const std::optional<kvgraft::HeadPlan>& heads,
+                     const std::optional<kvgraft::HeadMapping>& heads,
                      const std::vector<std::optional<TableTuple>>& strip,
                      const std::optional<TableTuple>& rotate,
                      const std::optional<mx::Dtype>& dtype) {
-  MapLayerArgs args{
-      sources, {weight, scales, biases, group_size, bits}, bias, heads, {}, to_table(rotate),
-      dtype};
+  MapLayerArgs args{.sources = sources,
+                    .weight = {.data = weight,
+                               .scales = scales,
+                               .biases = biases,
+                               .group_size = group_size,
+                               .bits = bits},
+                    .bias = bias,
+                    .heads = heads,
+                    .strip = {},
+                    .rotate = to_table(rotate),
+                    .dtype = dtype};
   for (const auto& table : strip) args.strip.push_back(to_table(table));
   return args;
 }
 
-const char* path_name(kvgraft::Path path) {
-  switch (path) {
-    case kvgraft::Path::cpu_kernel:
-      return "cpu";
-    case kvgraft::Path::metal_kernel:
-      return "metal";
-    default:
-      return "composed";
-  }
+// How map_layer runs: "cpu" or "metal" for a kernel.
+const char* path(const MapLayerArgs& args, const mx::Stream& stream) {
+  if (kvgraft::MapLayer::use_fallback(args, stream)) return "composed";
+  return stream.device == mx::Device::cpu ? "cpu" : "metal";
 }
 
 // Signatures name MLX's types, so MLX's own binding has to be loaded first; and
@@ -77,7 +81,7 @@ NB_MODULE(_ext, m) {
       [](const std::vector<mx::array>& sources, const mx::array& weight,
          const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
          int group_size, int bits, const std::optional<mx::array>& bias,
-         const std::optional<kvgraft::HeadPlan>& heads,
+         const std::optional<kvgraft::HeadMapping>& heads,
          const std::vector<std::optional<TableTuple>>& strip,
          const std::optional<TableTuple>& rotate, const std::optional<mx::Dtype>& dtype,
          bool composed, mx::StreamOrDevice stream) {
@@ -95,13 +99,13 @@ NB_MODULE(_ext, m) {
       [](const std::vector<mx::array>& sources, const mx::array& weight,
          const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
          int group_size, int bits, const std::optional<mx::array>& bias,
-         const std::optional<kvgraft::HeadPlan>& heads,
+         const std::optional<kvgraft::HeadMapping>& heads,
          const std::vector<std::optional<TableTuple>>& strip,
          const std::optional<TableTuple>& rotate, const std::optional<mx::Dtype>& dtype,
          mx::StreamOrDevice stream) {
-        return path_name(kvgraft::choose_path(to_args(sources, weight, scales, biases, group_size,
-                                                      bits, bias, heads, strip, rotate, dtype),
-                                              mx::to_stream(stream)));
+        return path(to_args(sources, weight, scales, biases, group_size, bits, bias, heads, strip,
+                            rotate, dtype),
+                    mx::to_stream(stream));
       },
       "sources"_a, "weight"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a,
       "bias"_a.none(), "heads"_a.none(), "strip"_a, "rotate"_a.none(), "dtype"_a.none(),
@@ -113,12 +117,5 @@ NB_MODULE(_ext, m) {
   m.def("cpu_isas", &kvgraft::cpu::isa_names);
   m.def("cpu_isa", [] { return std::string(kvgraft::cpu::current_isa().name); });
   m.def("use_cpu_isa", &kvgraft::cpu::use_isa, "name"_a);
-  m.def(
-      "cpu_spin",
-      [](int tasks, int64_t steps) {
-        nb::gil_scoped_release release;
-        return kvgraft::cpu::spin(tasks, steps, kvgraft::cpu::current_isa());
-      },
-      "tasks"_a, "steps"_a);
   m.def("metal_status", &kvgraft::metal_status);
 }

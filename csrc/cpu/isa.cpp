@@ -2,7 +2,7 @@
 #include <cstdlib>
 #include <stdexcept>
 
-#include "cpu/job.h"
+#include "cpu/map_layer.h"
 
 namespace kvgraft::cpu {
 

@@ -1,31 +1,15 @@
 // The inner loops, compiled once per instruction set and chosen at run time.
 //
-// This header and kernel.h are all that the per-set files include: nothing in
-// them may be shared with other files as a weak symbol (see half.h), so there
+// This header, operands.h and kernel.h are all that the per-set files include:
+// nothing in them may be shared with other files as a weak symbol (see half.h), so there
 // are no standard containers or algorithms here.
 #pragma once
 
 #include <cstdint>
 
+#include "operands.h"
+
 namespace kvgraft::cpu {
-
-enum class Type : uint8_t { f32, f16, bf16 };
-
-// [heads, in, out] values, or MLX affine groups along the input axis. Strides
-// count elements of what they step over and may be zero or negative.
-struct Weight {
-  const void* data;  // of `type`; when quantised packed uint32 [heads, out, in * bits / 32]
-  Type type;         // of data; of scales and biases when quantised
-  int bits;          // 0 when not quantised, else 4 or 8
-  int group_size;
-  int64_t head_stride;
-  int64_t in_stride;  // of packed words when quantised
-  int64_t out_stride;
-  const void* scales;  // [heads, out, in / group_size], biases likewise
-  const void* biases;
-  int64_t scale_strides[3];
-  int64_t bias_strides[3];
-};
 
 // Cosines and sines from the first token of a block on.
 struct Rotation {
@@ -109,9 +93,6 @@ struct Isa {
   void (*widen)(const WidenArgs&);
   void (*multiply)(const MultiplyArgs&);
   void (*finish)(const FinishArgs&);
-  // Multiplies and adds in registers, rows x columns of them a step, and nothing
-  // else: the most that a processor can do. Returns the sum, so that it is done.
-  float (*spin)(int64_t steps);
 };
 
 extern const Isa plain_isa;

@@ -318,24 +318,24 @@ struct Kernel {
   template <class T>
   static void widen_plain(const WidenArgs& a) {
     const Weight& w = *a.weight;
-    const T* from = static_cast<const T*>(w.data) + a.head * w.head_stride + a.in * w.in_stride +
-                    a.out * w.out_stride;
+    const T* from = static_cast<const T*>(w.data) + a.head * w.strides.head + a.in * w.strides.in +
+                    a.out * w.strides.out;
     const int64_t size = static_cast<int64_t>(a.count) * columns;
     int out = 0;
-    if (w.out_stride == 1) {
+    if (w.strides.out == 1) {
       for (; out + 4 * columns <= a.width; out += 4 * columns) {
-        widen_rows<4>(from + out, w.in_stride, a.count, a.panels + out / columns * size);
+        widen_rows<4>(from + out, w.strides.in, a.count, a.panels + out / columns * size);
       }
       for (; out + columns <= a.width; out += columns) {
-        widen_rows<1>(from + out, w.in_stride, a.count, a.panels + out / columns * size);
+        widen_rows<1>(from + out, w.strides.in, a.count, a.panels + out / columns * size);
       }
     }
     for (; out < a.width; out += columns) {
       const int width = a.width - out < columns ? a.width - out : columns;
-      const T* row = from + out * w.out_stride;
+      const T* row = from + out * w.strides.out;
       float* to = a.panels + out / columns * size;
-      for (int k = 0; k < a.count; ++k, row += w.in_stride, to += columns) {
-        for (int o = 0; o < width; ++o) to[o] = to_float(row[o * w.out_stride]);
+      for (int k = 0; k < a.count; ++k, row += w.strides.in, to += columns) {
+        for (int o = 0; o < width; ++o) to[o] = to_float(row[o * w.strides.out]);
         for (int o = width; o < columns; ++o) to[o] = 0.0f;
       }
     }
@@ -343,11 +343,11 @@ struct Kernel {
 
   // Scales (or biases) of one group, for the panel's columns.
   template <class T>
-  KVGRAFT_INLINE void group_values(const void* data, const int64_t (&strides)[3],
+  KVGRAFT_INLINE void group_values(const void* data, const WeightStrides& strides,
                                    const WidenArgs& a, int64_t group, float* to) {
-    const T* at =
-        static_cast<const T*>(data) + a.head * strides[0] + a.out * strides[1] + group * strides[2];
-    for (int o = 0; o < a.width; ++o) to[o] = to_float(at[o * strides[1]]);
+    const T* at = static_cast<const T*>(data) + a.head * strides.head + a.out * strides.out +
+                  group * strides.in;
+    for (int o = 0; o < a.width; ++o) to[o] = to_float(at[o * strides.out]);
   }
 
   // `count` input rows out of one word per column, from its lowest bits up.
@@ -373,7 +373,7 @@ struct Kernel {
     constexpr int kWords = 8;  // transposed at a time: half a cache line per column
     const Weight& w = *a.weight;
     const uint32_t* base =
-        static_cast<const uint32_t*>(w.data) + a.head * w.head_stride + a.out * w.out_stride;
+        static_cast<const uint32_t*>(w.data) + a.head * w.strides.head + a.out * w.strides.out;
     float scale[columns] = {};
     float shift[columns] = {};
     uint32_t words[kWords][columns] = {};
@@ -392,17 +392,17 @@ struct Kernel {
       const int64_t first = k / kPerWord;
       const int64_t last = (stop + kPerWord - 1) / kPerWord;
       const int count = static_cast<int>(last - first < kWords ? last - first : kWords);
-      const uint32_t* from = base + first * w.in_stride;
+      const uint32_t* from = base + first * w.strides.in;
       if (a.width == columns) {
         KVGRAFT_UNROLL
         for (int v = 0; v < kVectors; ++v) {
-          S::transpose_words(from + v * L * w.out_stride, w.out_stride, w.in_stride, count,
+          S::transpose_words(from + v * L * w.strides.out, w.strides.out, w.strides.in, count,
                              words[0] + v * L, columns);
         }
       } else {
         for (int o = 0; o < a.width; ++o) {
           for (int i = 0; i < count; ++i) {
-            words[i][o] = from[o * w.out_stride + i * w.in_stride];
+            words[i][o] = from[o * w.strides.out + i * w.strides.in];
           }
         }
       }
@@ -554,37 +554,14 @@ struct Kernel {
     }
   }
 
-  // --- the machine's limit -----------------------------------------------
-
-  static float spin(int64_t steps) {
-    F acc[kRows][kVectors];
-    KVGRAFT_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      KVGRAFT_UNROLL
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = S::splat(static_cast<float>(r * kVectors + v));
-    }
-    // Read at run time: a compiler that knows them finds accumulators that stay as they
-    // are, and leaves those out.
-    volatile float shrink = 0.999f, grow = 0.001f;
-    const F x = S::splat(float{shrink}), y = S::splat(float{grow});
-    for (int64_t i = 0; i < steps; ++i) {
-      KVGRAFT_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        KVGRAFT_UNROLL
-        for (int v = 0; v < kVectors; ++v) acc[r][v] = acc[r][v] * x + y;
-      }
-    }
-    F sum{};
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v) sum += acc[r][v];
-    }
-    float total = 0;
-    for (int i = 0; i < L; ++i) total += sum[i];
-    return total;
-  }
-
   static constexpr Isa isa(const char* name) {
-    return {name, rows, columns, pack, widen, multiply, finish, spin};
+    return {.name = name,
+            .rows = rows,
+            .columns = columns,
+            .pack = pack,
+            .widen = widen,
+            .multiply = multiply,
+            .finish = finish};
   }
 };
 

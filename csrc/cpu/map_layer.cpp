@@ -7,16 +7,15 @@
 // x chunk); widens the weights of one panel of columns at a time (b: chunk x
 // panel); and adds a * b to the task's result (c: tokens x columns), which it
 // finishes at the end. Nothing is larger than that, however long the context.
+#include "cpu/map_layer.h"
+
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <new>
-#include <stdexcept>
+#include <vector>
 
 #include "cpu/half.h"
-#include "cpu/job.h"
 #include "cpu/pool.h"
 
 namespace kvgraft::cpu {
@@ -45,6 +44,10 @@ size_t size_of(Type type) {
 
 const char* offset(const void* data, Type type, int64_t elements) {
   return static_cast<const char*>(data) + elements * static_cast<int64_t>(size_of(type));
+}
+
+void* offset(void* data, Type type, int64_t elements) {
+  return static_cast<char*>(data) + elements * static_cast<int64_t>(size_of(type));
 }
 
 float load(const void* data, Type type, int64_t at) {
@@ -111,9 +114,10 @@ class Scratch {
   size_t size_ = 0;
 };
 
-class Plan {
+// The tasks of a job, and how each is run.
+class Schedule {
  public:
-  Plan(const Job& job, const Isa& isa) : job_(job), isa_(isa) {
+  Schedule(const Job& job, const Isa& isa) : job_(job), isa_(isa) {
     make_bundles();
     make_bias();
     padded_ = static_cast<int>(ceil_div(job.out_dim, isa.columns)) * isa.columns;
@@ -136,14 +140,14 @@ class Plan {
 
  private:
   void make_bundles() {
-    std::map<std::vector<int>, int> by_plan;
+    std::map<std::vector<int>, int> by_mapping;
     for (int h = 0; h < job_.heads; ++h) {
       std::vector<int> group;
-      if (!job_.plan.empty()) {
-        const auto row = job_.plan.begin() + static_cast<int64_t>(h) * job_.plan_width;
-        group.assign(row, row + job_.plan_width);
+      if (!job_.head_mapping.empty()) {
+        const auto row = job_.head_mapping.begin() + static_cast<int64_t>(h) * job_.mapping_width;
+        group.assign(row, row + job_.mapping_width);
       }
-      const auto [place, is_new] = by_plan.emplace(group, static_cast<int>(bundles_.size()));
+      const auto [place, is_new] = by_mapping.emplace(group, static_cast<int>(bundles_.size()));
       if (is_new) bundles_.push_back(make_bundle(group));
       bundles_[place->second].heads.push_back(h);
     }
@@ -154,9 +158,12 @@ class Plan {
     int in = 0;
     for (int s = 0; s < static_cast<int>(job_.sources.size()); ++s) {
       const Source& source = job_.sources[s];
-      const int count = job_.plan.empty() ? source.heads : job_.plan_width;
+      const int count = job_.head_mapping.empty() ? source.heads : job_.mapping_width;
       for (int g = 0; g < count; ++g, in += source.dim) {
-        bundle.segments.push_back({s, job_.plan.empty() ? g : group[g], source.dim, in});
+        bundle.segments.push_back({.source = s,
+                                   .head = job_.head_mapping.empty() ? g : group[g],
+                                   .dim = source.dim,
+                                   .in = in});
       }
     }
     for (int i = 0; i < static_cast<int>(bundle.segments.size()); ++i) {
@@ -165,19 +172,19 @@ class Plan {
         bundle.chunks.back().end = i + 1;
         bundle.chunks.back().count += segment.dim;
       } else {
-        bundle.chunks.push_back({i, i + 1, segment.in, segment.dim});
+        bundle.chunks.push_back({.begin = i, .end = i + 1, .in = segment.in, .count = segment.dim});
       }
     }
     return bundle;
   }
 
   void make_bias() {
-    if (!job_.bias) return;
+    const Bias& bias = job_.bias;
+    if (!bias.data) return;
     bias_.reserve(static_cast<size_t>(job_.heads) * job_.out_dim);
     for (int h = 0; h < job_.heads; ++h) {
       for (int o = 0; o < job_.out_dim; ++o) {
-        bias_.push_back(
-            load(job_.bias, job_.bias_type, h * job_.bias_strides[0] + o * job_.bias_strides[1]));
+        bias_.push_back(load(bias.data, bias.type, h * bias.head_stride + o * bias.out_stride));
       }
     }
   }
@@ -220,8 +227,13 @@ class Plan {
             const int first = static_cast<int>(tiles * block / blocks) * isa_.rows;
             const int last = static_cast<int>(tiles * (block + 1) / blocks) * isa_.rows;
             const int tokens = std::min(last, job_.tokens) - first;
-            if (tokens > 0)
-              tasks_.push_back({b, h, std::min(step, heads - h), batch, first, tokens});
+            if (tokens <= 0) continue;
+            tasks_.push_back({.bundle = b,
+                              .first_head = h,
+                              .heads = std::min(step, heads - h),
+                              .batch = batch,
+                              .first_token = first,
+                              .tokens = tokens});
           }
         }
       }
@@ -231,27 +243,56 @@ class Plan {
   Rotation rotation(int table, int batch, int token) const {
     if (table < 0) return {};
     const Table& t = job_.tables[table];
-    return {t.pairs,
-            t.traditional,
-            t.cos + batch * t.cos_strides[0] + token * t.cos_strides[1],
-            t.sin + batch * t.sin_strides[0] + token * t.sin_strides[1],
-            t.cos_strides[1],
-            t.cos_strides[2],
-            t.sin_strides[1],
-            t.sin_strides[2]};
+    return {.pairs = t.pairs,
+            .traditional = t.traditional,
+            .cos = t.cos + batch * t.cos_strides[0] + token * t.cos_strides[1],
+            .sin = t.sin + batch * t.sin_strides[0] + token * t.sin_strides[1],
+            .cos_token = t.cos_strides[1],
+            .cos_pair = t.cos_strides[2],
+            .sin_token = t.sin_strides[1],
+            .sin_pair = t.sin_strides[2]};
   }
 
-  void pack(const Task& task, const Bundle& bundle, const Chunk& chunk, float* a, float* temp) {
+  // The memory that a task works in.
+  struct Buffers {
+    float* a;
+    float* b;
+    float* c;
+    float* temp;
+    int64_t c_stride;
+  };
+
+  Buffers buffers() const {
+    static thread_local Scratch scratch;
+    const int64_t c_stride = most_heads_ * padded_ + kPad;
+    const size_t b_size = static_cast<size_t>(longest_) * group_columns_;
+    const size_t a_size =
+        static_cast<size_t>(ceil_div(most_tokens_, isa_.rows)) * isa_.rows * longest_;
+    const size_t c_size = most_tokens_ * c_stride;
+    const size_t temp_size = std::max<size_t>((isa_.rows + 3) * static_cast<size_t>(widest_),
+                                              2 * static_cast<size_t>(job_.out_dim));
+    float* b = scratch.get(b_size + a_size + c_size + temp_size);
+    float* a = b + b_size;
+    float* c = a + a_size;
+    return {.a = a, .b = b, .c = c, .temp = c + c_size, .c_stride = c_stride};
+  }
+
+  void pack(const Task& task, const Bundle& bundle, const Chunk& chunk, const Buffers& memory) {
     for (int i = chunk.begin; i < chunk.end; ++i) {
       const Segment& segment = bundle.segments[i];
       const Source& source = job_.sources[segment.source];
       const int64_t at = task.batch * source.batch_stride + segment.head * source.head_stride +
                          task.first_token * source.token_stride;
-      isa_.pack({offset(source.data, source.type, at), source.type, source.token_stride,
-                 source.dim_stride, segment.dim, task.tokens,
-                 rotation(source.strip, task.batch, task.first_token),
-                 a + static_cast<int64_t>(segment.in - chunk.in) * isa_.rows,
-                 static_cast<int64_t>(chunk.count) * isa_.rows, temp});
+      isa_.pack({.source = offset(source.data, source.type, at),
+                 .type = source.type,
+                 .token_stride = source.token_stride,
+                 .dim_stride = source.dim_stride,
+                 .dim = segment.dim,
+                 .tokens = task.tokens,
+                 .rotation = rotation(source.strip, task.batch, task.first_token),
+                 .out = memory.a + static_cast<int64_t>(segment.in - chunk.in) * isa_.rows,
+                 .tile_stride = static_cast<int64_t>(chunk.count) * isa_.rows,
+                 .temp = memory.temp});
     }
   }
 
@@ -260,19 +301,24 @@ class Plan {
   Prefetch weight_memory(int head, int out, int width, const Chunk& chunk, int part,
                          int parts) const {
     const Weight& w = job_.weight;
+    const WeightStrides& by = w.strides;
     const int pieces = w.bits ? width : chunk.count;
     const int from = pieces * part / parts;
     const int until = pieces * (part + 1) / parts;
     if (w.bits) {
-      const auto* words = static_cast<const uint32_t*>(w.data) + head * w.head_stride +
-                          (out + from) * w.out_stride + chunk.in * w.bits / 32 * w.in_stride;
-      return {reinterpret_cast<const char*>(words), w.out_stride * 4,
-              w.in_stride == 1 ? until - from : 0, chunk.count * w.bits / 8};
+      const auto* words = static_cast<const uint32_t*>(w.data) + head * by.head +
+                          (out + from) * by.out + chunk.in * w.bits / 32 * by.in;
+      return {.at = reinterpret_cast<const char*>(words),
+              .stride = by.out * 4,
+              .count = by.in == 1 ? until - from : 0,
+              .bytes = chunk.count * w.bits / 8};
     }
     const int64_t size = static_cast<int64_t>(size_of(w.type));
-    const int64_t at = head * w.head_stride + (chunk.in + from) * w.in_stride + out * w.out_stride;
-    return {offset(w.data, w.type, at), w.in_stride * size, w.out_stride == 1 ? until - from : 0,
-            static_cast<int>(width * size)};
+    const int64_t at = head * by.head + (chunk.in + from) * by.in + out * by.out;
+    return {.at = offset(w.data, w.type, at),
+            .stride = by.in * size,
+            .count = by.out == 1 ? until - from : 0,
+            .bytes = static_cast<int>(width * size)};
   }
 
   // Where one source head's rows lie, those of tokens [from, until) of a task.
@@ -281,8 +327,10 @@ class Plan {
     const int64_t size = static_cast<int64_t>(size_of(source.type));
     const int64_t at = task.batch * source.batch_stride + segment.head * source.head_stride +
                        (task.first_token + from) * source.token_stride;
-    return {offset(source.data, source.type, at), source.token_stride * size,
-            source.dim_stride == 1 ? until - from : 0, static_cast<int>(source.dim * size)};
+    return {.at = offset(source.data, source.type, at),
+            .stride = source.token_stride * size,
+            .count = source.dim_stride == 1 ? until - from : 0,
+            .bytes = static_cast<int>(source.dim * size)};
   }
 
   // Columns of one target head that are widened together.
@@ -294,100 +342,113 @@ class Plan {
 
   Group group(int index) const {
     const int out = index % groups_ * group_columns_;
-    return {index / groups_, out, std::min(group_columns_, job_.out_dim - out)};
+    return {
+        .head = index / groups_, .out = out, .width = std::min(group_columns_, job_.out_dim - out)};
   }
 
   void run_task(const Task& task) {
-    static thread_local Scratch scratch;
     const Bundle& bundle = bundles_[task.bundle];
-    const int64_t c_stride = most_heads_ * padded_ + kPad;
-    const size_t b_size = static_cast<size_t>(longest_) * group_columns_;
-    const size_t a_size =
-        static_cast<size_t>(ceil_div(most_tokens_, isa_.rows)) * isa_.rows * longest_;
-    const size_t c_size = most_tokens_ * c_stride;
-    const size_t temp_size = std::max<size_t>((isa_.rows + 3) * static_cast<size_t>(widest_),
-                                              2 * static_cast<size_t>(job_.out_dim));
-    float* b = scratch.get(b_size + a_size + c_size + temp_size);
-    float* a = b + b_size;
-    float* c = a + a_size;
-    float* temp = c + c_size;
+    const Buffers memory = buffers();
+    const int groups = task.heads * groups_;
+    std::vector<Prefetch> next;
+    for (size_t n = 0; n < bundle.chunks.size(); ++n) {
+      const Chunk* following = n + 1 < bundle.chunks.size() ? &bundle.chunks[n + 1] : nullptr;
+      pack(task, bundle, bundle.chunks[n], memory);
+      for (int i = 0; i < groups; ++i) {
+        multiply(task, bundle, bundle.chunks[n], following, i, memory, next);
+      }
+    }
+    finish(task, bundle, memory);
+  }
 
+  // Adds one chunk's product with the weights of group `index` to the task's result.
+  // `next` is working memory.
+  void multiply(const Task& task, const Bundle& bundle, const Chunk& chunk, const Chunk* following,
+                int index, const Buffers& memory, std::vector<Prefetch>& next) {
     const Weight& w = job_.weight;
     const bool few = ceil_div(task.tokens, isa_.rows) < kWidenTiles;
     // For a few tokens weights are used where they are, if they lie as a panel
     // does. For many they are copied even if they are float32: rows far apart
     // share too few sets of the first-level cache.
-    const bool in_place = few && !w.bits && w.out_stride == 1;
-    const int groups = task.heads * groups_;
-    std::vector<Prefetch> next;
-    for (const Chunk& chunk : bundle.chunks) {
-      const bool is_last = &chunk == &bundle.chunks.back();
-      pack(task, bundle, chunk, a, temp);
-      for (int i = 0; i < groups; ++i) {
-        const Group g = group(i);
-        const int head = bundle.heads[task.first_head + g.head];
-        const int panels = static_cast<int>(ceil_div(g.width, isa_.columns));
-        const int whole = in_place ? g.width / isa_.columns : 0;  // panels used where they are
-        if (whole < panels) {
-          const int out = whole * isa_.columns;
-          isa_.widen({&w, head, chunk.in, chunk.count, g.out + out, g.width - out,
-                      b + static_cast<int64_t>(out) * chunk.count});
-        }
-        for (int p = 0; p < panels; ++p) {
-          const int out = p * isa_.columns;
-          MultiplyArgs m{task.tokens,
-                         chunk.count,
-                         a,
-                         static_cast<int64_t>(chunk.count) * isa_.rows,
-                         nullptr,
-                         Type::f32,
-                         isa_.columns,
-                         c + static_cast<int64_t>(g.head) * padded_ + g.out + out,
-                         c_stride,
-                         chunk.in == 0,
-                         nullptr,
-                         0};
-          if (p < whole) {
-            m.b =
-                offset(w.data, w.type, head * w.head_stride + chunk.in * w.in_stride + g.out + out);
-            m.b_type = w.type;
-            m.b_stride = w.in_stride;
-          } else {
-            m.b = b + static_cast<int64_t>(out) * chunk.count;
-          }
-          if (!few) {
-            next.clear();
-            const bool wraps = i + 1 == groups;
-            if (!(wraps && is_last)) {  // this panel's share of the next group's weights
-              const Group n = group(wraps ? 0 : i + 1);
-              next.push_back(weight_memory(bundle.heads[task.first_head + n.head], n.out, n.width,
-                                           wraps ? *(&chunk + 1) : chunk, p, panels));
-            }
-            if (!is_last) {  // this panel's share of the next chunk's tokens
-              const int64_t part = static_cast<int64_t>(i) * group_columns_ / isa_.columns + p;
-              const int64_t parts = static_cast<int64_t>(task.heads) * padded_ / isa_.columns;
-              const int from = static_cast<int>(task.tokens * part / parts);
-              const int until = static_cast<int>(task.tokens * (part + 1) / parts);
-              for (int s = (&chunk + 1)->begin; from < until && s < (&chunk + 1)->end; ++s) {
-                next.push_back(source_memory(task, bundle.segments[s], from, until));
-              }
-            }
-            m.next = next.data();
-            m.next_count = static_cast<int>(next.size());
-          }
-          isa_.multiply(m);
-        }
+    const bool in_place = few && !w.bits && w.strides.out == 1;
+    const Group g = group(index);
+    const int head = bundle.heads[task.first_head + g.head];
+    const int panels = static_cast<int>(ceil_div(g.width, isa_.columns));
+    const int whole = in_place ? g.width / isa_.columns : 0;  // panels used where they are
+    if (whole < panels) {
+      const int out = whole * isa_.columns;
+      isa_.widen({.weight = &w,
+                  .head = head,
+                  .in = chunk.in,
+                  .count = chunk.count,
+                  .out = g.out + out,
+                  .width = g.width - out,
+                  .panels = memory.b + static_cast<int64_t>(out) * chunk.count});
+    }
+    for (int p = 0; p < panels; ++p) {
+      const int out = p * isa_.columns;
+      MultiplyArgs m{.rows = task.tokens,
+                     .count = chunk.count,
+                     .a = memory.a,
+                     .tile_stride = static_cast<int64_t>(chunk.count) * isa_.rows,
+                     .b = memory.b + static_cast<int64_t>(out) * chunk.count,
+                     .b_type = Type::f32,
+                     .b_stride = isa_.columns,
+                     .c = memory.c + static_cast<int64_t>(g.head) * padded_ + g.out + out,
+                     .c_stride = memory.c_stride,
+                     .first = chunk.in == 0,
+                     .next = nullptr,
+                     .next_count = 0};
+      if (p < whole) {
+        m.b = offset(w.data, w.type, head * w.strides.head + chunk.in * w.strides.in + g.out + out);
+        m.b_type = w.type;
+        m.b_stride = w.strides.in;
+      }
+      if (!few) {
+        find_next(task, bundle, chunk, following, index, p, panels, next);
+        m.next = next.data();
+        m.next_count = static_cast<int>(next.size());
+      }
+      isa_.multiply(m);
+    }
+  }
+
+  // What to prefetch while panel `panel` of group `index` is multiplied.
+  void find_next(const Task& task, const Bundle& bundle, const Chunk& chunk, const Chunk* following,
+                 int index, int panel, int panels, std::vector<Prefetch>& next) const {
+    next.clear();
+    const bool wraps = index + 1 == task.heads * groups_;
+    if (!wraps || following) {  // this panel's share of the next group's weights
+      const Group n = group(wraps ? 0 : index + 1);
+      next.push_back(weight_memory(bundle.heads[task.first_head + n.head], n.out, n.width,
+                                   wraps ? *following : chunk, panel, panels));
+    }
+    if (following) {  // this panel's share of the next chunk's tokens
+      const int64_t part = static_cast<int64_t>(index) * group_columns_ / isa_.columns + panel;
+      const int64_t parts = static_cast<int64_t>(task.heads) * padded_ / isa_.columns;
+      const int from = static_cast<int>(task.tokens * part / parts);
+      const int until = static_cast<int>(task.tokens * (part + 1) / parts);
+      for (int s = following->begin; from < until && s < following->end; ++s) {
+        next.push_back(source_memory(task, bundle.segments[s], from, until));
       }
     }
+  }
+
+  void finish(const Task& task, const Bundle& bundle, const Buffers& memory) {
     for (int i = 0; i < task.heads; ++i) {
       const int head = bundle.heads[task.first_head + i];
       const int64_t row =
           (static_cast<int64_t>(task.batch) * job_.heads + head) * job_.tokens + task.first_token;
-      isa_.finish({c + static_cast<int64_t>(i) * padded_, c_stride,
-                   bias_.empty() ? nullptr : &bias_[static_cast<size_t>(head) * job_.out_dim],
-                   job_.out_dim, task.tokens, rotation(job_.rotate, task.batch, task.first_token),
-                   const_cast<char*>(offset(job_.out, job_.out_type, row * job_.out_dim)),
-                   job_.out_type, temp});
+      isa_.finish(
+          {.c = memory.c + static_cast<int64_t>(i) * padded_,
+           .c_stride = memory.c_stride,
+           .bias = bias_.empty() ? nullptr : &bias_[static_cast<size_t>(head) * job_.out_dim],
+           .dim = job_.out_dim,
+           .tokens = task.tokens,
+           .rotation = rotation(job_.rotate, task.batch, task.first_token),
+           .out = offset(job_.out, job_.out_type, row * job_.out_dim),
+           .type = job_.out_type,
+           .temp = memory.temp});
     }
   }
 
@@ -408,16 +469,7 @@ class Plan {
 }  // namespace
 
 void map_layer(const Job& job, const Isa& isa) {
-  Plan(job, isa).run();
-}
-
-double spin(int tasks, int64_t steps, const Isa& isa) {
-  std::atomic<int> lost{0};
-  parallel_for(tasks, [&](int64_t) {
-    if (!(isa.spin(steps) > 0)) ++lost;
-  });
-  if (lost) throw std::logic_error("[map_layer] spin() came to nothing.");
-  return 2.0 * isa.rows * isa.columns * tasks * static_cast<double>(steps);
+  Schedule(job, isa).run();
 }
 
 }  // namespace kvgraft::cpu

@@ -18,13 +18,28 @@ int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-RopeKind kind_of(const Call& call, int table) {
+RopeKind kind_of(const Job& job, int table) {
   if (table < 0) return kNone;
-  return call.tables[table].traditional ? kInterleaved : kSplit;
+  return job.tables[table].traditional ? kInterleaved : kSplit;
 }
 
-int pairs_of(const Call& call, int table) {
-  return table < 0 ? 0 : call.tables[table].pairs;
+int pairs_of(const Job& job, int table) {
+  return table < 0 ? 0 : job.tables[table].pairs;
+}
+
+MapTable strides_of(const Job& job, int table) {
+  MapTable out{};
+  if (table >= 0) {
+    std::copy_n(job.tables[table].cos_strides, 3, out.cos_strides);
+    std::copy_n(job.tables[table].sin_strides, 3, out.sin_strides);
+  }
+  return out;
+}
+
+void copy_strides(const WeightStrides& from, int64_t (&to)[3]) {
+  to[0] = from.head;
+  to[1] = from.in;
+  to[2] = from.out;
 }
 
 // Whether octets of a head of this size are runs of four dims that begin at
@@ -35,21 +50,21 @@ bool even_octets(int dim, RopeKind kind, int pairs) {
 
 // Whether four adjacent values from any place that the strides lead to are
 // aligned.
-bool aligned(uint64_t address, ElementType type, std::initializer_list<int64_t> strides) {
-  if (address % (type == kF32 ? 16 : 8)) return false;
+bool aligned(const void* data, Type type, std::initializer_list<int64_t> strides) {
+  if (reinterpret_cast<uintptr_t>(data) % (type == Type::f32 ? 16 : 8)) return false;
   return std::all_of(strides.begin(), strides.end(), [](int64_t s) { return s % 4 == 0; });
 }
 
 // Source layers that one dispatch takes: alike in everything but their strides.
-std::vector<std::vector<int>> group_sources(const Call& call, int max_sources) {
+std::vector<std::vector<int>> group_sources(const Job& job, int max_sources) {
   struct Group {
     std::tuple<int, int, int, int> key;
     std::vector<int> members;
   };
   std::vector<Group> groups;
-  for (int i = 0; i < static_cast<int>(call.sources.size()); ++i) {
-    const Source& x = call.sources[i];
-    const std::tuple key{static_cast<int>(x.type), x.dim, call.plan_width ? 0 : x.heads, x.strip};
+  for (int i = 0; i < static_cast<int>(job.sources.size()); ++i) {
+    const Source& x = job.sources[i];
+    const std::tuple key{static_cast<int>(x.type), x.dim, job.mapping_width ? 0 : x.heads, x.strip};
     auto found = std::find_if(groups.begin(), groups.end(), [&](const Group& g) {
       return g.key == key && static_cast<int>(g.members.size()) < max_sources;
     });
@@ -79,80 +94,95 @@ Tile choose_tile(int64_t tokens, int64_t spans, int span, int cores) {
   return {32, 32};
 }
 
-std::vector<Dispatch> plan_dispatches(const Call& call, int cores, int max_sources,
+std::vector<Dispatch> plan_dispatches(const Job& job, int cores, int max_sources,
                                       const Tile* forced) {
-  const bool plan = call.plan_width != 0;
+  const bool plan = job.mapping_width != 0;
   MapParams p{};
-  p.tokens = call.tokens;
-  p.heads = call.heads;
-  p.out_dim = call.out_dim;
-  p.rotate_pairs = pairs_of(call, call.rotate);
-  for (int size = call.group_size; size > 1; size /= 2) ++p.group_shift;
-  const int octets = (call.out_dim + 7) / 8;
-  p.span = plan ? octets : call.heads * octets;
-  const int spans = plan ? call.heads : 1;
-  std::copy_n(call.weight_strides, 3, p.weight_strides);
-  std::copy_n(call.scale_strides, 3, p.scale_strides);
-  std::copy_n(call.bias_strides, 3, p.bias_strides);
-  std::copy_n(call.offset_strides, 2, p.offset_strides);
-  if (call.rotate >= 0) p.rotate = call.tables[call.rotate].strides;
+  p.tokens = job.tokens;
+  p.heads = job.heads;
+  p.out_dim = job.out_dim;
+  p.rotate_pairs = pairs_of(job, job.rotate);
+  for (int size = job.weight.group_size; size > 1; size /= 2) ++p.group_shift;
+  const int octets = (job.out_dim + 7) / 8;
+  p.span = plan ? octets : job.heads * octets;
+  const int spans = plan ? job.heads : 1;
+  copy_strides(job.weight.strides, p.weight_strides);
+  copy_strides(job.weight.scale_strides, p.scale_strides);
+  copy_strides(job.weight.bias_strides, p.bias_strides);
+  p.offset_strides[0] = job.bias.head_stride;
+  p.offset_strides[1] = job.bias.out_stride;
+  p.rotate = strides_of(job, job.rotate);
 
   // Rows of the weights: source layers in their order, whatever dispatch they are
   // in.
   std::vector<int32_t> rows;
   int32_t row = 0;
-  for (const Source& x : call.sources) {
+  for (const Source& x : job.sources) {
     rows.push_back(row);
-    row += (plan ? call.plan_width : x.heads) * x.dim;
+    row += (plan ? job.mapping_width : x.heads) * x.dim;
   }
 
-  const bool few = forced ? forced->columns == 0 : call.tokens <= kMaxRows;
-  Tile tile{call.tokens <= 1 ? 1 : call.tokens <= 4 ? 4 : kMaxRows, kRowsColumns};
+  const bool few = forced ? forced->columns == 0 : job.tokens <= kMaxRows;
+  Tile tile{job.tokens <= 1 ? 1 : job.tokens <= 4 ? 4 : kMaxRows, kRowsColumns};
   if (!few) {
-    tile = forced ? *forced : choose_tile(int64_t{call.tokens} * call.batch, spans, p.span, cores);
+    tile = forced ? *forced : choose_tile(int64_t{job.tokens} * job.batch, spans, p.span, cores);
   }
   p.tiles_per_span = static_cast<int32_t>(ceil_div(p.span, tile.columns / 8));
 
   std::vector<Dispatch> out;
-  const auto groups = group_sources(call, std::min(max_sources, KVGRAFT_MAX_SOURCES));
+  const auto groups = group_sources(job, std::min(max_sources, KVGRAFT_MAX_SOURCES));
   for (size_t step = 0; step < groups.size(); ++step) {
     const auto& members = groups[step];
-    const Source& first = call.sources[members[0]];
-    const RopeKind kind = kind_of(call, first.strip);
+    const Source& first = job.sources[members[0]];
+    const RopeKind kind = kind_of(job, first.strip);
     p.source_dim = first.dim;
     p.sources = static_cast<int32_t>(members.size());
-    p.width = plan ? call.plan_width : first.heads;
-    p.strip_pairs = pairs_of(call, first.strip);
-    p.strip = first.strip < 0 ? MapTable{} : call.tables[first.strip].strides;
+    p.width = plan ? job.mapping_width : first.heads;
+    p.strip_pairs = pairs_of(job, first.strip);
+    p.strip = strides_of(job, first.strip);
     const bool even = even_octets(first.dim, kind, p.strip_pairs);
     bool wide_source = even;
     bool whole_words = even;
     for (int i = 0; i < KVGRAFT_MAX_SOURCES; ++i) p.layers[i] = {};
     for (int i = 0; i < p.sources; ++i) {
-      const Source& x = call.sources[members[i]];
-      const auto& s = x.strides;
-      p.layers[i] = {s[0], s[1], s[2], s[3], rows[members[i]], 0};
-      wide_source = wide_source && s[3] == 1 && aligned(x.address, x.type, {s[0], s[1], s[2]});
+      const Source& x = job.sources[members[i]];
+      p.layers[i] = {.batch_stride = x.batch_stride,
+                     .head_stride = x.head_stride,
+                     .token_stride = x.token_stride,
+                     .dim_stride = x.dim_stride,
+                     .weight_row = rows[members[i]],
+                     .padding = 0};
+      wide_source = wide_source && x.dim_stride == 1 &&
+                    aligned(x.data, x.type, {x.batch_stride, x.head_stride, x.token_stride});
       whole_words = whole_words && rows[members[i]] % 8 == 0;
     }
-    const auto& w = call.weight_strides;
+    const Weight& w = job.weight;
     const bool wide_weight =
-        call.bits ? whole_words
-                  : even_octets(call.out_dim, kind_of(call, call.rotate), p.rotate_pairs) &&
-                        w[2] == 1 && aligned(call.weight_address, call.weight_type, {w[0], w[1]});
+        job.weight.bits
+            ? whole_words
+            : even_octets(job.out_dim, kind_of(job, job.rotate), p.rotate_pairs) &&
+                  w.strides.out == 1 && aligned(w.data, w.type, {w.strides.head, w.strides.in});
     Dispatch d;
     d.kernel =
         few ? "map_layer_rows_" + std::to_string(tile.tokens)
             : "map_layer_tile_" + std::to_string(tile.tokens) + "x" + std::to_string(tile.columns);
-    d.constants = {
-        first.type, call.weight_type,           call.bits, call.offset_type, call.out_type,
-        kind,       kind_of(call, call.rotate), plan,      wide_source,      wide_weight,
-        step > 0,   step + 1 == groups.size()};
+    d.constants = {.source_type = static_cast<int>(first.type),
+                   .weight_type = static_cast<int>(w.type),
+                   .bits = w.bits,
+                   .bias_type = job.bias.data ? static_cast<int>(job.bias.type) : kAbsent,
+                   .out_type = static_cast<int>(job.out_type),
+                   .strip = kind,
+                   .rotate = kind_of(job, job.rotate),
+                   .plan = plan,
+                   .wide_source = wide_source,
+                   .wide_weight = wide_weight,
+                   .resume = step > 0,
+                   .finish = step + 1 == groups.size()};
     d.params = p;
     d.members = members;
     d.grid[0] = p.tiles_per_span * spans;
-    d.grid[1] = static_cast<int>(ceil_div(call.tokens, tile.tokens));
-    d.grid[2] = call.batch;
+    d.grid[1] = static_cast<int>(ceil_div(job.tokens, tile.tokens));
+    d.grid[2] = job.batch;
     d.threads = few ? kRowsThreads : kTileThreads;
     out.push_back(std::move(d));
   }
@@ -187,12 +217,6 @@ int core_count(const std::string& architecture) {
 bool has_matrix_units(const std::string& architecture, int generation) {
   const bool phone = !architecture.empty() && architecture.back() == 'p';
   return generation >= (phone ? 18 : 17);
-}
-
-std::string refusal(int group_size, int64_t plan_entries) {
-  if (group_size & (group_size - 1)) return "the group size of the weights is no power of two";
-  if (plan_entries > kMaxPlan) return "the head plan has more than 1024 entries";
-  return "";
 }
 
 }  // namespace kvgraft::metal

@@ -7,54 +7,18 @@
 #include <string>
 #include <vector>
 
+#include "job.h"
 #include "metal/params.h"
 
 namespace kvgraft::metal {
 
-// Values of the function constants; the same numbers stand in map_layer.metal.
-enum ElementType { kF32, kF16, kBF16, kAbsent };
+// Values of the function constants, beside those of Type; the same numbers stand in
+// map_layer.metal.
+constexpr int kAbsent = 3;  // the type of a bias that is not there
 enum RopeKind { kNone, kSplit, kInterleaved };
 
-constexpr int kMaxRows = 16;    // tokens up to which the rows kernel runs
-constexpr int kMaxPlan = 1024;  // entries of a head plan: setBytes takes 4 KB
-
-// Strides count elements.
-
-struct Source {  // [batch, heads, tokens, dim]
-  ElementType type;
-  int heads;
-  int dim;
-  int64_t strides[4];
-  uint64_t address;
-  int strip;  // index into Call::tables, -1 for none
-};
-
-struct Table {
-  int pairs;
-  bool traditional;
-  MapTable strides;
-};
-
-struct Call {
-  int batch;
-  int tokens;
-  int heads;  // of the target
-  int out_dim;
-  ElementType out_type;
-  std::vector<Source> sources;
-  int bits;  // 0: not quantised
-  int group_size;
-  ElementType weight_type;    // of scales when quantised
-  int64_t weight_strides[3];  // [heads, in, out], in words of `in` when quantised
-  uint64_t weight_address;
-  int64_t scale_strides[3];  // [heads, group, out]
-  int64_t bias_strides[3];
-  ElementType offset_type;  // of the map's bias
-  int64_t offset_strides[2];
-  std::vector<Table> tables;
-  int rotate;      // index into tables, -1 for none
-  int plan_width;  // source heads per target head; 0: all, no plan
-};
+constexpr int kMaxRows = 16;       // tokens up to which the rows kernel runs
+constexpr int kMaxMapping = 1024;  // entries of a head mapping: setBytes takes 4 KB
 
 struct Tile {
   int tokens;
@@ -81,7 +45,7 @@ Tile choose_tile(int64_t tokens, int64_t spans, int span, int cores);
 
 // One dispatch after the other; more than one hand on the sum in a scratch array
 // of float32 [batch, heads, octets, tokens, 8].
-std::vector<Dispatch> plan_dispatches(const Call& call, int cores,
+std::vector<Dispatch> plan_dispatches(const Job& job, int cores,
                                       int max_sources = KVGRAFT_MAX_SOURCES,
                                       const Tile* tile = nullptr);
 
@@ -97,7 +61,10 @@ int core_count(const std::string& architecture);
 // besides for macOS 26.2.
 bool has_matrix_units(const std::string& architecture, int generation);
 
-// Why the kernels do not take a call, empty if they do.
-std::string refusal(int group_size, int64_t plan_entries);
+// Whether the kernels take weights in groups of this size (0: not quantised) and a head
+// mapping of that many entries.
+constexpr bool has_kernel(int group_size, int64_t mapping_entries) {
+  return (group_size & (group_size - 1)) == 0 && mapping_entries <= kMaxMapping;
+}
 
 }  // namespace kvgraft::metal

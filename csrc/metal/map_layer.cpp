@@ -1,4 +1,4 @@
-// MapLayer on Apple GPUs: describe the arrays, compile the kernels from the embedded
+// MapLayer on Apple GPUs: compile the kernels from the embedded
 // source, dispatch. What is decided on the way is in dispatch.cpp.
 #include <mlx/allocator.h>
 #include <mlx/backend/metal/device.h>
@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "describe.h"
 #include "kernel_sources.h"
-#include "map_layer.h"
 #include "metal/dispatch.h"
 
 namespace kvgraft {
@@ -18,36 +18,21 @@ namespace {
 
 using metal::Dispatch;
 
-metal::ElementType type_of(const mx::array& x) {
-  if (x.dtype() == mx::float32) return metal::kF32;
-  return x.dtype() == mx::float16 ? metal::kF16 : metal::kBF16;
-}
-
 const std::string& architecture() {
   return mx::metal::device(mx::Device::gpu).get_architecture();
 }
 
-// KVGRAFT_METAL=kernel or =composed decides instead, to measure one against the
-// other.
-bool prefers_plain_operations() {
-  static const std::string asked = [] {
-    const char* text = std::getenv("KVGRAFT_METAL");
-    return std::string(text ? text : "");
-  }();
+// Whether MLX's own operations are the faster ones on this GPU. KVGRAFT_METAL=kernel or
+// =composed decides instead, to measure one against the other.
+bool prefers_composed() {
+  const char* text = std::getenv("KVGRAFT_METAL");
+  const std::string asked = text ? text : "";
   if (asked == "kernel") return false;
   if (asked == "composed") return true;
   // The system is asked as MLX asks it; its own answer is not exported.
   return metal::has_matrix_units(architecture(),
                                  mx::metal::device(mx::Device::gpu).get_architecture_gen()) &&
          NS::ProcessInfo::processInfo()->isOperatingSystemAtLeastVersion({26, 2, 0});
-}
-
-int64_t plan_entries(const MapLayerArgs& args) {
-  int64_t entries = 0;
-  if (args.heads) {
-    for (const auto& group : *args.heads) entries += static_cast<int64_t>(group.size());
-  }
-  return entries;
 }
 
 MTL::Library* library(mx::metal::Device& device) {
@@ -74,86 +59,16 @@ MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const Dispatch& d
   return device.get_kernel(d.kernel, library(device), metal::variant_name(d.kernel, c), list);
 }
 
-void table_strides(const mx::array& x, int64_t (&strides)[3]) {
-  strides[0] = x.ndim() == 3 ? x.strides(0) : 0;
-  strides[1] = x.strides(-2);
-  strides[2] = x.strides(-1);
-}
-
-// Weights as [heads, in, out], whichever of the last two comes first in the array.
-void weight_strides(const mx::array& x, bool out_first, int64_t (&strides)[3]) {
-  strides[0] = x.strides(0);
-  strides[1] = x.strides(out_first ? 2 : 1);
-  strides[2] = x.strides(out_first ? 1 : 2);
-}
-
-uint64_t address_of(const mx::array& x) {
-  return reinterpret_cast<uintptr_t>(x.data<char>());
-}
-
-metal::Call describe(const MapLayerSpec& spec, const std::vector<mx::array>& inputs,
-                     const mx::array& out) {
-  metal::Call call{};
-  const bool batched = out.ndim() == 4;
-  call.batch = batched ? out.shape(0) : 1;
-  call.tokens = out.shape(-2);
-  call.heads = out.shape(-3);
-  call.out_dim = out.shape(-1);
-  call.out_type = type_of(out);
-  for (int i = 0; i < spec.sources; ++i) {
-    const auto& x = inputs[i];
-    call.sources.push_back(
-        {type_of(x),
-         x.shape(-3),
-         x.shape(-1),
-         {batched ? x.strides(0) : 0, x.strides(-3), x.strides(-2), x.strides(-1)},
-         address_of(x),
-         spec.strip[i]});
-  }
-  const auto& weight = inputs[spec.weight_at()];
-  call.bits = spec.group_size ? spec.bits : 0;
-  call.group_size = spec.group_size;
-  call.weight_type = type_of(weight);
-  call.weight_address = address_of(weight);
-  weight_strides(weight, call.bits != 0, call.weight_strides);
-  if (call.bits) {
-    call.weight_type = type_of(inputs[spec.scales_at()]);
-    weight_strides(inputs[spec.scales_at()], true, call.scale_strides);
-    weight_strides(inputs[spec.scales_at() + 1], true, call.bias_strides);
-  }
-  call.offset_type = metal::kAbsent;
-  if (spec.bias) {
-    const auto& offset = inputs[spec.bias_at()];
-    call.offset_type = type_of(offset);
-    call.offset_strides[0] = offset.strides(0);
-    call.offset_strides[1] = offset.strides(1);
-  }
-  for (size_t i = 0; i < spec.traditional.size(); ++i) {
-    const auto& cos = inputs[spec.tables_at() + 2 * i];
-    metal::Table table{cos.shape(-1), spec.traditional[i], {}};
-    table_strides(cos, table.strides.cos_strides);
-    table_strides(inputs[spec.tables_at() + 2 * i + 1], table.strides.sin_strides);
-    call.tables.push_back(table);
-  }
-  call.rotate = spec.rotate;
-  call.plan_width = spec.plan.empty() ? 0 : spec.plan_width;
-  return call;
-}
-
 }  // namespace
 
 std::string metal_status() {
-  if (!mx::metal::is_available()) return "there is no Metal device";
-  if (prefers_plain_operations()) {
+  static const std::string status = [] {
+    if (!mx::metal::is_available()) return std::string("there is no Metal device");
+    if (!prefers_composed()) return std::string();
     return "KVGRAFT_METAL asks for it, or this GPU (" + architecture() +
            ") has matrix units that MLX's own matmul uses and the kernel would not reach";
-  }
-  return "";
-}
-
-bool metal_takes(const MapLayerArgs& args, const mx::Stream& stream) {
-  return stream.device == mx::Device::gpu && !prefers_plain_operations() &&
-         metal::refusal(args.weight.bits ? args.weight.group_size : 0, plan_entries(args)).empty();
+  }();
+  return status;
 }
 
 void MapLayer::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
@@ -164,14 +79,14 @@ void MapLayer::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
   auto& encoder = mx::metal::get_command_encoder(stream());
 
   const auto& spec = spec_;
-  const auto call = describe(spec, inputs, out);
+  const Job job = describe(spec, inputs, out);
   static const int cores = metal::core_count(architecture());
-  const auto dispatches = metal::plan_dispatches(call, cores);
+  const auto dispatches = metal::plan_dispatches(job, cores);
 
   const auto& weight = inputs[spec.weight_at()];
   // A buffer has to be bound even where nothing reads it.
-  const mx::array& scales = call.bits ? inputs[spec.scales_at()] : weight;
-  const mx::array& biases = call.bits ? inputs[spec.scales_at() + 1] : weight;
+  const mx::array& scales = job.weight.bits ? inputs[spec.scales_at()] : weight;
+  const mx::array& biases = job.weight.bits ? inputs[spec.scales_at() + 1] : weight;
   const mx::array& offset = spec.bias ? inputs[spec.bias_at()] : weight;
   const auto table = [&](int index, int part) -> const mx::array& {
     return index < 0 ? weight : inputs[spec.tables_at() + 2 * index + part];
@@ -179,8 +94,8 @@ void MapLayer::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
 
   mx::array partial = out;  // bound but unused when one dispatch is enough
   if (dispatches.size() > 1) {
-    const int octets = (call.out_dim + 7) / 8;
-    partial = mx::array({call.batch, call.heads, octets, call.tokens, 8}, mx::float32, nullptr, {});
+    const int octets = (job.out_dim + 7) / 8;
+    partial = mx::array({job.batch, job.heads, octets, job.tokens, 8}, mx::float32, nullptr, {});
     partial.set_data(mx::allocator::malloc(partial.nbytes()));
     encoder.add_temporary(partial);
   }
@@ -199,7 +114,7 @@ void MapLayer::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
     encoder.set_input_array(table(strip, 1), 7);
     encoder.set_input_array(table(spec.rotate, 0), 8);
     encoder.set_input_array(table(spec.rotate, 1), 9);
-    encoder.set_vector_bytes(spec.plan, 10);
+    encoder.set_vector_bytes(job.head_mapping, 10);
     encoder.set_bytes(d.params, 11);
     for (int i = 0; i < KVGRAFT_MAX_SOURCES; ++i) {
       const bool used = i < static_cast<int>(d.members.size());

@@ -17,10 +17,11 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/job.h"
 #include "cpu/kernel.h"
+#include "cpu/map_layer.h"
 #include "cpu/pool.h"
 
+using namespace kvgraft;
 using namespace kvgraft::cpu;
 
 namespace {
@@ -137,7 +138,7 @@ double weight_at(const Problem& p, int head, int in, int out) {
   const int per_word = 32 / w.bits;
   const auto* words = static_cast<const uint32_t*>(w.data);
   const uint32_t word =
-      words[head * w.head_stride + out * w.out_stride + in / per_word * w.in_stride];
+      words[head * w.strides.head + out * w.strides.out + in / per_word * w.strides.in];
   const uint32_t q = word >> (in % per_word * w.bits) & ((1u << w.bits) - 1);
   const int group = in / w.group_size;
   return q * p.scales.at({head, out, group}) + p.biases.at({head, out, group});
@@ -156,7 +157,7 @@ std::unique_ptr<Problem> make_problem(Random& random) {
   const int bits[] = {0, 0, 4, 8};
   job.weight.bits = bits[pick(random, 0, 3)];
   const int count = pick(random, 1, 4);
-  const bool planned = pick(random, 0, 1);
+  const bool mapped = pick(random, 0, 1);
   const int source_heads = pick(random, 1, 4);
   int fewest = 1000;
   for (int i = 0; i < count; ++i) {
@@ -166,10 +167,10 @@ std::unique_ptr<Problem> make_problem(Random& random) {
     p->sources.push_back(
         make_array(random, pick_type(random), {job.batch, heads, job.tokens, dim}, 1.0));
   }
-  if (planned) {
-    job.plan_width = pick(random, 1, fewest);
-    for (int i = 0; i < job.heads * job.plan_width; ++i) {
-      job.plan.push_back(pick(random, 0, fewest - 1));
+  if (mapped) {
+    job.mapping_width = pick(random, 1, fewest);
+    for (int i = 0; i < job.heads * job.mapping_width; ++i) {
+      job.head_mapping.push_back(pick(random, 0, fewest - 1));
     }
   }
   const int tables = pick(random, 0, 3);
@@ -186,19 +187,25 @@ std::unique_ptr<Problem> make_problem(Random& random) {
   };
   for (int i = 0; i < tables; ++i) {
     const Array &c = p->cos[i], &s = p->sin[i];
-    job.tables.push_back({reinterpret_cast<const float*>(c.data()),
-                          reinterpret_cast<const float*>(s.data()),
-                          c.shape[2],
-                          pick(random, 0, 1) == 1,
-                          {c.strides[0], c.strides[1], c.strides[2]},
-                          {s.strides[0], s.strides[1], s.strides[2]}});
+    job.tables.push_back({.cos = reinterpret_cast<const float*>(c.data()),
+                          .sin = reinterpret_cast<const float*>(s.data()),
+                          .pairs = c.shape[2],
+                          .traditional = pick(random, 0, 1) == 1,
+                          .cos_strides = {c.strides[0], c.strides[1], c.strides[2]},
+                          .sin_strides = {s.strides[0], s.strides[1], s.strides[2]}});
   }
   for (const Array& s : p->sources) {
-    const int width = planned ? job.plan_width : s.shape[1];
+    const int width = mapped ? job.mapping_width : s.shape[1];
     job.in_dim += width * s.shape[3];
-    job.sources.push_back({s.data(), s.type, s.shape[1], s.shape[3], s.strides[0], s.strides[1],
-                           s.strides[2], s.strides[3],
-                           fits(pick(random, 0, tables) - 1, s.shape[3])});
+    job.sources.push_back({.data = s.data(),
+                           .type = s.type,
+                           .heads = s.shape[1],
+                           .dim = s.shape[3],
+                           .batch_stride = s.strides[0],
+                           .head_stride = s.strides[1],
+                           .token_stride = s.strides[2],
+                           .dim_stride = s.strides[3],
+                           .strip = fits(pick(random, 0, tables) - 1, s.shape[3])});
   }
   job.rotate = fits(pick(random, 0, tables) - 1, job.out_dim);
   const double scale = 1 / std::sqrt(static_cast<double>(job.in_dim));
@@ -217,34 +224,35 @@ std::unique_ptr<Problem> make_problem(Random& random) {
     p->biases = make_array(random, w.type, shape, scale);
     w.data = p->packed.data();
     if (pick(random, 0, 3)) {
-      w.in_stride = 1;
-      w.out_stride = words;
-      w.head_stride = static_cast<int64_t>(words) * job.out_dim;
+      w.strides.in = 1;
+      w.strides.out = words;
+      w.strides.head = static_cast<int64_t>(words) * job.out_dim;
     } else {
-      w.out_stride = 1;
-      w.in_stride = job.out_dim;
-      w.head_stride = static_cast<int64_t>(words) * job.out_dim;
+      w.strides.out = 1;
+      w.strides.in = job.out_dim;
+      w.strides.head = static_cast<int64_t>(words) * job.out_dim;
     }
     w.scales = p->scales.data();
     w.biases = p->biases.data();
-    for (int i = 0; i < 3; ++i) {
-      w.scale_strides[i] = p->scales.strides[i];
-      w.bias_strides[i] = p->biases.strides[i];
-    }
+    const auto strides = [](const Array& groups) -> WeightStrides {
+      return {.head = groups.strides[0], .in = groups.strides[2], .out = groups.strides[1]};
+    };
+    w.scale_strides = strides(p->scales);
+    w.bias_strides = strides(p->biases);
   } else {
     w.type = pick_type(random);
     p->weight = make_array(random, w.type, {job.heads, job.in_dim, job.out_dim}, scale);
     w.data = p->weight.data();
-    w.head_stride = p->weight.strides[0];
-    w.in_stride = p->weight.strides[1];
-    w.out_stride = p->weight.strides[2];
+    const auto& strides = p->weight.strides;
+    w.strides = {.head = strides[0], .in = strides[1], .out = strides[2]};
   }
   if (pick(random, 0, 2)) {
-    job.bias_type = pick_type(random);
-    p->bias = make_array(random, job.bias_type, {job.heads, job.out_dim}, 1.0);
-    job.bias = p->bias.data();
-    job.bias_strides[0] = p->bias.strides[0];
-    job.bias_strides[1] = p->bias.strides[1];
+    const Type type = pick_type(random);
+    p->bias = make_array(random, type, {job.heads, job.out_dim}, 1.0);
+    job.bias = {.data = p->bias.data(),
+                .type = type,
+                .head_stride = p->bias.strides[0],
+                .out_stride = p->bias.strides[1]};
   }
   job.out_type = pick_type(random);
   const size_t size = static_cast<size_t>(job.batch) * job.heads * job.tokens * job.out_dim;
@@ -271,9 +279,10 @@ double error(const Problem& p) {
         int in = 0;
         for (size_t s = 0; s < job.sources.size(); ++s) {
           const Source& source = job.sources[s];
-          const int width = job.plan.empty() ? source.heads : job.plan_width;
+          const int width = job.head_mapping.empty() ? source.heads : job.mapping_width;
           for (int g = 0; g < width; ++g) {
-            const int from = job.plan.empty() ? g : job.plan[head * job.plan_width + g];
+            const int from =
+                job.head_mapping.empty() ? g : job.head_mapping[head * job.mapping_width + g];
             std::vector<double> x(source.dim);
             for (int d = 0; d < source.dim; ++d) x[d] = p.sources[s].at({batch, from, t, d});
             turn(x, p, source.strip, batch, t);
@@ -283,7 +292,7 @@ double error(const Problem& p) {
             }
           }
         }
-        if (job.bias) {
+        if (job.bias.data) {
           for (int o = 0; o < job.out_dim; ++o) y[o] += p.bias.at({head, o});
         }
         turn(y, p, job.rotate, batch, t);

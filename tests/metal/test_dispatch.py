@@ -245,16 +245,15 @@ def test_what_the_kernels_refuse():
 @pytest.mark.parametrize(
     ("right", "wrong", "case"),
     [
-        ("rows[members[i]], 0}", "0, 0}", "geometry-many_sources"),
-        ("wide_source = wide_source && s[3] == 1 && aligned(x.address, x.type, "
-         "{s[0], s[1], s[2]});", "", "layout-dims_first"),
-        ("step > 0,", "false,", "geometry-unequal_sources"),
-        ("ceil_div(call.tokens, tile.tokens)", "call.tokens / tile.tokens", "batch"),
-        ("plan ? octets : call.heads * octets", "octets", "dtype-float16-float16"),
-        ("for (int size = call.group_size; size > 1;", "for (int size = 32; size > 1;",
+        (".weight_row = rows[members[i]]", ".weight_row = 0", "geometry-many_sources"),
+        ("wide_source = wide_source && x.dim_stride == 1 &&", "(void)", "layout-dims_first"),
+        (".resume = step > 0,", ".resume = false,", "geometry-unequal_sources"),
+        ("ceil_div(job.tokens, tile.tokens)", "job.tokens / tile.tokens", "batch"),
+        ("plan ? octets : job.heads * octets", "octets", "dtype-float16-float16"),
+        ("for (int size = job.weight.group_size; size > 1;", "for (int size = 32; size > 1;",
          "bits8-group128"),
-        ("std::copy_n(call.offset_strides, 2, p.offset_strides);", "", "dtype-float16-float16"),
-        ("p.rotate_pairs = pairs_of(call, call.rotate);", "", "rope-half"),
+        ("p.offset_strides[0] = job.bias.head_stride;", "", "dtype-float16-float16"),
+        ("p.rotate_pairs = pairs_of(job, job.rotate);", "", "rope-half"),
     ],
     ids=lambda x: None,
 )  # fmt: skip

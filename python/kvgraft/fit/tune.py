@@ -34,8 +34,8 @@ from kvgraft.mapper.transfer import iter_transfer
 from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.rope import RopeTable, strip_rope
+from kvgraft.ops.fused import map_layer
 from kvgraft.ops.quantized import dequantize
-from kvgraft.ops.reference import map_layer
 from kvgraft.progress import Progress
 
 __all__ = ["TuneResult", "divergence", "tune"]

@@ -1,8 +1,8 @@
 """The fused operation.
 
-:func:`map_layer` takes what :func:`kvgraft.ops.reference.map_layer` takes and gives
-the same result: by a kernel where there is one for the device, by MLX's own
-operations elsewhere. :func:`explain` tells which.
+:func:`map_layer` takes the arguments of :func:`kvgraft.ops.reference.map_layer` and
+returns the same result: by a kernel where there is one for the device, composed of
+MLX's own operations elsewhere. :func:`explain` says which.
 """
 
 from __future__ import annotations
@@ -61,13 +61,16 @@ def map_layer(
     strip: Sequence[RopeTable | None] | None = None,
     rotate: RopeTable | None = None,
     dtype: mx.Dtype | None = None,
+    composed: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """Map the keys (or values) of the source layers to those of one target layer.
 
-    Lazy like any MLX operation; works under ``mx.compile``, ``mx.vmap`` and
-    ``mx.async_eval``. It has no gradient: differentiate
-    :func:`kvgraft.ops.reference.map_layer`.
+    Lazy like any MLX operation; works under ``mx.compile``, ``mx.vmap``,
+    ``mx.async_eval``, and has gradients (``mx.grad``, ``mx.vjp``, ``mx.jvp``) with
+    respect to sources, plain weights, bias and the tables' cosines and sines; of
+    quantised weights with respect to scales and biases. Gradients, and results under
+    ``mx.vmap``, come from MLX's own operations.
 
     Args:
         sources: One ``[H_s, N, D_s]`` or ``[B, H_s, N, D_s]`` array per source
@@ -81,18 +84,21 @@ def map_layer(
             that layer has no RoPE); ``None`` for values.
         rotate: For keys, the target's table; ``None`` for values.
         dtype: dtype of the result; default that of the first source.
+        composed: Use MLX's own operations even where there is a kernel. Slower, but
+            ``mx.export_function`` takes it: MLX can export its own operations only.
         stream: Stream or device to run on.
 
     Returns:
-        ``[H_t, N, D_t]`` or ``[B, H_t, N, D_t]``. Arithmetic is float32; what
-        lies beyond the range of ``dtype`` becomes its largest value.
+        ``[H_t, N, D_t]`` or ``[B, H_t, N, D_t]``. Arithmetic is float32; values
+        beyond the range of ``dtype`` become its largest value.
 
     Raises:
         GeometryError: If shapes, dtypes or tables do not fit together.
+        ValueError: When differentiated with respect to the packed integers of
+            quantised weights.
     """
-    return _ext.map_layer(
-        **_arguments(sources, weight, bias, heads, strip, rotate, dtype), stream=stream
-    )
+    arguments = _arguments(sources, weight, bias, heads, strip, rotate, dtype)
+    return _ext.map_layer(**arguments, composed=composed, stream=stream)
 
 
 def explain(

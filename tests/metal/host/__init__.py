@@ -29,7 +29,8 @@ def library(text: str | None = None) -> ctypes.CDLL:
     """
     source = DISPATCH.read_text() if text is None else text
     parts = [source, BRIDGE.read_text()]
-    parts += [(CSRC / "metal" / name).read_text() for name in ("dispatch.h", "params.h")]
+    headers = ("metal/dispatch.h", "metal/params.h", "job.h", "operands.h")
+    parts += [(CSRC / name).read_text() for name in headers]
     key = hashlib.sha256("".join(parts).encode()).hexdigest()[:20]
     CACHE.mkdir(parents=True, exist_ok=True)
     path = CACHE / f"host-{key}.so"
@@ -67,7 +68,7 @@ class Table:
 
 @dataclass
 class Call:
-    """``kvgraft::metal::Call``."""
+    """``kvgraft::Job``, as far as the dispatches depend on it."""
 
     tokens: int
     heads: int
@@ -169,5 +170,5 @@ def has_matrix_units(architecture: str, generation: int) -> bool:
 
 
 def refuses(group_size: int, entries: int) -> bool:
-    """Whether ``refusal`` says something."""
+    """Whether ``has_kernel`` says no."""
     return bool(library().bridge_refuses(group_size, ctypes.c_int64(entries)))

@@ -6,6 +6,7 @@
 
 #include "metal/dispatch.h"
 
+using namespace kvgraft;
 using namespace kvgraft::metal;
 
 namespace {
@@ -26,28 +27,47 @@ class Reader {
   const int64_t* at_;
 };
 
-Call read(const int64_t* numbers) {
+Job read(const int64_t* numbers) {
   Reader get(numbers);
-  Call c{};
-  int sources, tables, traditional;
-  get(c.batch), get(c.tokens), get(c.heads), get(c.out_dim), get(c.out_type);
-  get(c.bits), get(c.group_size), get(c.weight_type), get(c.weight_strides);
-  get(c.weight_address), get(c.scale_strides), get(c.bias_strides);
-  get(c.offset_type), get(c.offset_strides), get(c.rotate), get(c.plan_width);
+  Job job;
+  Weight& w = job.weight;
+  int sources, tables, traditional, bias_type;
+  int64_t address, strides[3];
+  const auto pointer = [](int64_t at) { return reinterpret_cast<const void*>(at); };
+  const auto weight_strides = [&]() -> WeightStrides {
+    get(strides);
+    return {.head = strides[0], .in = strides[1], .out = strides[2]};
+  };
+  get(job.batch), get(job.tokens), get(job.heads), get(job.out_dim), get(job.out_type);
+  get(w.bits), get(w.group_size), get(w.type);
+  w.strides = weight_strides();
+  get(address);
+  w.data = pointer(address);
+  w.scale_strides = weight_strides();
+  w.bias_strides = weight_strides();
+  get(bias_type), get(job.bias.head_stride), get(job.bias.out_stride);
+  if (bias_type != kAbsent) {
+    job.bias.type = static_cast<Type>(bias_type);
+    job.bias.data = numbers;  // only asked whether there is one
+  }
+  get(job.rotate), get(job.mapping_width);
   get(sources);
   for (int i = 0; i < sources; ++i) {
-    Source s{};
-    get(s.type), get(s.heads), get(s.dim), get(s.strides), get(s.address), get(s.strip);
-    c.sources.push_back(s);
+    Source s;
+    get(s.type), get(s.heads), get(s.dim);
+    get(s.batch_stride), get(s.head_stride), get(s.token_stride), get(s.dim_stride);
+    get(address), get(s.strip);
+    s.data = pointer(address);
+    job.sources.push_back(s);
   }
   get(tables);
   for (int i = 0; i < tables; ++i) {
-    Table t{};
-    get(t.pairs), get(traditional), get(t.strides.cos_strides), get(t.strides.sin_strides);
+    Table t;
+    get(t.pairs), get(traditional), get(t.cos_strides), get(t.sin_strides);
     t.traditional = traditional != 0;
-    c.tables.push_back(t);
+    job.tables.push_back(t);
   }
-  return c;
+  return job;
 }
 
 std::string json(const Dispatch& d) {
@@ -106,6 +126,6 @@ int bridge_matrix_units(const char* architecture, int generation) {
 }
 
 int bridge_refuses(int group_size, int64_t entries) {
-  return !refusal(group_size, entries).empty();
+  return !has_kernel(group_size, entries);
 }
 }
