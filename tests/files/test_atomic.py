@@ -70,3 +70,12 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
         atomic.remove_leftovers(tmp_path)
         assert fresh.exists()
     assert sorted(os.listdir(tmp_path)) == ["b", "kept.json"]
+
+
+def test_the_exchange_is_atomic_here(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert atomic._exchange(tmp_path / "a", tmp_path / "b")
+    assert os.listdir(tmp_path / "a") == ["b"] and os.listdir(tmp_path / "b") == ["a"]
+    assert not atomic._exchange(tmp_path / "a", tmp_path / "nothing")

@@ -177,3 +177,8 @@ def _bad(change):
 def test_check_names_what_is_wrong(change, message):
     with pytest.raises(GeometryError, match=message):
         _bad(change).check()
+
+
+def test_foreign_linear_maps_do_not_gain_a_file():
+    part = LinearMap.of([0], mx.zeros((1, 2, 2)), mx.zeros((1, 2)))
+    assert part.on_disk is None
