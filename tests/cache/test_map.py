@@ -1,4 +1,4 @@
-"""A whole hand-off between live mlx-lm models."""
+"""Mapping a cache, and a prompt with native start and end, between live mlx-lm models."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import zoo
 from identity import identity_mapper
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvgraft.cache import is_mapped, provenance_of
-from kvgraft.cache.map import map_cache
-from kvgraft.errors import CacheError, KvgraftError, PairMismatchError
+from kvgraft.cache import is_mapped, n_tokens, provenance_of
+from kvgraft.cache.map import PromptSplit, map_cache, map_prompt, split_prompt
+from kvgraft.errors import CacheError, KvgraftError, NothingToMapError, PairMismatchError
+from kvgraft.mapper.quality import Quality
 from kvgraft.models.forward import prefill
 
 TOKENS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 3]
@@ -77,3 +78,97 @@ def test_nan_never_reaches_the_target():
     native[0].keys[..., 0, 0] = float("nan")
     with pytest.raises(KvgraftError, match="NaN"):
         map_cache(native, identity_mapper(model), model)
+
+
+# ------------------------------------------------------------------------- map_prompt
+
+
+def test_the_native_end_counts_the_token_that_generation_continues_from():
+    split = split_prompt(12, 0, 1)
+    assert split == PromptSplit(12, 0, 12) and (split.mapped, split.native_end) == (12, 1)
+    split = split_prompt(12, 3, 4)
+    assert (split.native_start, split.stop, split.mapped, split.native_end) == (3, 9, 6, 4)
+    # What the source has not read is not mapped.
+    split = split_prompt(12, 3, 1, available=7)
+    assert (split.mapped, split.native_end) == (4, 6)
+    assert split_prompt(12, 3, 4, available=11).stop == 9
+
+
+@pytest.mark.parametrize(
+    ("n", "start", "end", "available"),
+    [(0, 0, 1, None), (12, 12, 1, None), (12, 0, 13, None), (12, 6, 7, None), (12, 4, 1, 4)],
+)
+def test_nothing_left_to_map_is_an_error_of_its_own(n, start, end, available):
+    with pytest.raises(NothingToMapError, match="nothing is left to map"):
+        split_prompt(n, start, end, available=available)
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 1), (0, 0)])
+def test_native_ends_out_of_range_are_refused(start, end):
+    with pytest.raises(CacheError, match="native_"):
+        split_prompt(12, start, end)
+
+
+def rows(cache):
+    return [entry.keys[..., : entry.offset, :] for entry in cache]
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (4, 1), (0, 5), (3, 6)])
+def test_a_prompt_is_native_mapped_native(start, end):
+    source, target = make("qwen3"), zoo.make("qwen3", seed=2)
+    n = len(TOKENS) - 1
+    cache = prefill(source, TOKENS[:n])
+    mapper = identity_mapper(source)
+    got = map_prompt(cache, mapper, target, TOKENS, n_tokens=n, native_start=start, native_end=end)
+    assert (got.native_start, got.mapped, got.native_end) == (start, n + 1 - start - end, end)
+    parts = {"start": start > 0, "map": True, "end": end > 1}
+    assert set(got.seconds) == {name for name, taken in parts.items() if taken}
+    own = prefill(target, TOKENS[:start]) if start else None
+    want = map_cache(cache, mapper, target, n_tokens=n + 1 - end, start_cache=own)
+    if end > 1:
+        target(mx.array([TOKENS[n + 1 - end : n]]), cache=want)
+    assert n_tokens(got.cache) == n
+    for a, b in zip(rows(got.cache), rows(want), strict=True):
+        assert mx.array_equal(a, b)
+
+
+def test_what_the_target_has_is_neither_read_nor_mapped():
+    source, target = make("qwen3"), zoo.make("qwen3", seed=2)
+    own = prefill(target, TOKENS[:5])
+    read = []
+    got = map_prompt(
+        prefill(source, TOKENS), identity_mapper(source), target, TOKENS, native_start=7,
+        native_end=1, start_cache=own, step=1, on_start_step=read.append,
+    )  # fmt: skip
+    assert (got.reused, got.native_start, got.mapped) == (5, 7, len(TOKENS) - 7)
+    assert read == [1, 2] and own == []  # used up
+    native = prefill(target, TOKENS[:7])
+    for a, b in zip(rows(got.cache), rows(native), strict=True):
+        assert mx.allclose(a[..., :7, :], b, atol=1e-5)
+    # The start cache is the least that is native.
+    again = prefill(target, TOKENS[:5])
+    got = map_prompt(
+        prefill(source, TOKENS), identity_mapper(source), target, native_start=0, native_end=1,
+        start_cache=again,
+    )  # fmt: skip
+    assert (got.reused, got.native_start) == (5, 5)
+    # A refusal leaves it as it was.
+    again = prefill(target, TOKENS)
+    with pytest.raises(NothingToMapError):
+        map_prompt(
+            prefill(source, TOKENS), identity_mapper(source), target, native_start=0,
+            native_end=1, start_cache=again,
+        )  # fmt: skip
+    assert n_tokens(again) == len(TOKENS)
+
+
+def test_native_ends_default_to_what_the_evaluation_recommends():
+    model = make("qwen3")
+    mapper = identity_mapper(model)
+    mapper.quality = Quality(native_start=2, native_end=4)
+    got = map_prompt(prefill(model, TOKENS), mapper, model, TOKENS)
+    assert (got.native_start, got.native_end) == (2, 4)
+    with pytest.raises(CacheError, match="none were given"):
+        map_prompt(prefill(model, TOKENS), mapper, model)
+    with pytest.raises(CacheError, match="3 were given"):
+        map_prompt(prefill(model, TOKENS), mapper, model, TOKENS[:3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +14,7 @@ from kvgraft.cache.required_ranges import required_positions
 from kvgraft.cache.snapshot import QuantizedRows, SizeLimit
 from kvgraft.errors import CacheError, GeometryError
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
+from kvgraft.models.probe import read_geometry
 from kvgraft.models.token_ranges import TokenRanges
 from kvgraft.ops.dtypes import saturate
 from kvgraft.option_names import named
@@ -43,9 +44,9 @@ def build_cache(
     evaluated, since a lazy array made in one thread fails in another.
 
     Args:
-        target: The model that will read on, or its geometry. A model is probed
-            (see :func:`kvgraft.models.probe.read_geometry`); pass the geometry when it
-            is at hand.
+        target: The model that will continue from the cache, or its geometry. A model is
+            probed (see :func:`kvgraft.models.probe.read_geometry`), so pass the geometry
+            when it is known.
         layers: ``(keys, values)`` per cache, ``[B, H, N, D]`` or ``[H, N, D]``,
             keys with RoPE at positions ``0 … N-1``. A generator is consumed
             layer by layer, so that each can be dropped once it is stored; a
@@ -71,12 +72,7 @@ def build_cache(
         CacheError: If there are no tokens, tokens are missing that a layer
             needs, or a value is NaN or infinite.
     """
-    if isinstance(target, ModelGeometry):
-        geometry = target
-    else:
-        from kvgraft.models.probe import read_geometry
-
-        geometry = read_geometry(target)
+    geometry = target if isinstance(target, ModelGeometry) else read_geometry(target)
     store = geometry.mx_dtype if dtype is None else dtype
     if store not in _FLOATS:
         raise GeometryError(f"A cache cannot be stored as {store}; use a float dtype.")
@@ -85,30 +81,11 @@ def build_cache(
     if token_ranges is not None:
         _check_count(geometry, len(token_ranges))
     if isinstance(layers, (list, tuple)):
-        first: mx.array | None = None
-        for layer, (k, v) in enumerate(layers):
-            checked, _ = _check_layer(geometry, layer, k, v, first, token_ranges)
-            first = checked if first is None else first
-        _check_count(geometry, len(layers))
-
+        for _ in _checked(geometry, layers, token_ranges):
+            pass
     caches: list[Any] = []
-    first = None
-    for layer, (k, v) in enumerate(layers):
-        k, v = _check_layer(geometry, layer, k, v, first, token_ranges)
-        first = k if first is None else first
-        given = TokenRanges.all(k.shape[2]) if token_ranges is None else token_ranges[layer]
-        required = required_positions(geometry.layers[layer], given.stop, size_limit)
-        if not given.covers(required):
-            raise CacheError(
-                f"Cache {layer} of {geometry.model_type} needs tokens {required}, and tokens "
-                f"{given} are given."
-            )
-        k, v = given.take(required, k), given.take(required, v)
-        if not (_ext.all_finite(k) and _ext.all_finite(v)):
-            raise CacheError(
-                f"Layer {layer} holds NaN or infinite values. One of them would spoil every "
-                "later token; re-prefill."
-            )
+    for layer, (k, v, given) in enumerate(_checked(geometry, layers, token_ranges)):
+        k, v = _required_rows(geometry, layer, k, v, given, size_limit)
         k, v = _own(k, store), _own(v, store)
         mx.eval(k, v)
         made = _new_cache(k, v, given.stop, geometry.layers[layer], size_limit)
@@ -116,16 +93,54 @@ def build_cache(
             made = made.to_quantized(group_size=kv_group_size, bits=kv_bits)
             mx.eval(made.keys, made.values)
         caches.append(made)
-    _check_count(geometry, len(caches))
     if provenance is not None:
         mark(caches, provenance)
     return caches
 
 
-def check_mappable(geometry: ModelGeometry, role: str) -> None:
-    """Raise :class:`GeometryError` if a model has layers that see a part of the text only.
+def _checked(
+    geometry: ModelGeometry,
+    layers: Iterable[tuple[mx.array, mx.array]],
+    token_ranges: Sequence[TokenRanges] | None,
+) -> Iterator[tuple[mx.array, mx.array, TokenRanges]]:
+    """Each layer's keys, values and tokens, once they fit the target and the first layer."""
+    n, first = 0, None
+    for k, v in layers:
+        k, v = _check_layer(geometry, n, k, v, first, token_ranges)
+        first = (k.shape[0], k.shape[2]) if first is None else first
+        yield k, v, TokenRanges.all(k.shape[2]) if token_ranges is None else token_ranges[n]
+        n += 1
+    _check_count(geometry, n)
 
-    Such layers are handed over, but a fit does not choose or tune by loss on them.
+
+def _required_rows(
+    geometry: ModelGeometry,
+    layer: int,
+    k: mx.array,
+    v: mx.array,
+    given: TokenRanges,
+    size_limit: SizeLimit | None,
+) -> tuple[mx.array, mx.array]:
+    """The rows that a layer's cache holds, out of those of the ``given`` tokens."""
+    required = required_positions(geometry.layers[layer], given.stop, size_limit)
+    if not given.covers(required):
+        raise CacheError(
+            f"Cache {layer} of {geometry.model_type} needs tokens {required}, and tokens {given} "
+            "are given."
+        )
+    k, v = given.take(required, k), given.take(required, v)
+    if not (_ext.all_finite(k) and _ext.all_finite(v)):
+        raise CacheError(
+            f"Layer {layer} holds NaN or infinite values. One of them would spoil every later "
+            "token; re-prefill."
+        )
+    return k, v
+
+
+def check_mappable(geometry: ModelGeometry, role: str) -> None:
+    """Raise :class:`GeometryError` if a model has sliding-window layers.
+
+    Such layers can be mapped, but a fit cannot search or tune by loss on them.
 
     Args:
         geometry: The model's geometry.
@@ -142,10 +157,10 @@ def check_mappable(geometry: ModelGeometry, role: str) -> None:
 def check_quantizable(
     geometry: ModelGeometry, bits: int, group_size: int, size_limit: SizeLimit | None = None
 ) -> None:
-    """Refuse a quantised cache that mlx-lm could not make or go on with.
+    """Refuse a quantised cache that mlx-lm could not make or extend.
 
     Raises:
-        GeometryError: With the group sizes that would do.
+        GeometryError: With the group sizes that are possible.
     """
     if bits not in _BITS:
         raise GeometryError(f"{named('kv_bits')} is one of {_BITS}, not {bits}.")
@@ -171,14 +186,14 @@ def _check_layer(
     layer: int,
     k: mx.array,
     v: mx.array,
-    first: mx.array | None,
+    first: tuple[int, int] | None,
     token_ranges: Sequence[TokenRanges] | None,
 ) -> tuple[mx.array, mx.array]:
     """Check one layer's arrays against the target and the first layer; add a batch axis."""
     if layer >= len(geometry.layers):
         _check_count(geometry, layer + 1)
     k, v = _batched(k, layer, "keys"), _batched(v, layer, "values")
-    batch, n = (k if first is None else first).shape[0], (k if first is None else first).shape[2]
+    batch, n = (k.shape[0], k.shape[2]) if first is None else first
     if token_ranges is not None:
         n = len(token_ranges[layer])
         if token_ranges[layer].stop != token_ranges[0].stop:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -182,22 +182,13 @@ def map_cache(
     rows = snapshot.source_kv()
     del snapshot
     if consume:
-        if not isinstance(source_cache, list):
-            raise CacheError("To be consumed, the source cache must be a list.")
-        source_cache.clear()
-        for layer in set(rows) - set(mapper.source_layers):
-            del rows[layer]
+        _drop_unused(source_cache, rows, mapper)
     to_map = TokenRanges.of([(start, stop)])
     mapped = transfer.iter_transfer(
-        rows,
-        mapper,
-        unload_after=unload_after,
-        dtype=geometry.mx_dtype,
-        consume=consume,
-        available=ranges.available,
+        rows, mapper, unload_after=unload_after, dtype=geometry.mx_dtype, consume=consume,
+        available=ranges.available, check_finite=True,
         required={layer: required & to_map for layer, required in ranges.required.items()},
-        check_finite=True,
-    )
+    )  # fmt: skip
     return build_cache(
         geometry,
         _joined(mapped, own, ranges.required, on_layer),
@@ -207,6 +198,17 @@ def map_cache(
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
     )
+
+
+def _drop_unused(
+    source_cache: Sequence[Any], rows: MutableMapping[int, Any], mapper: Mapper
+) -> None:
+    """Empty the cache, whose rows ``rows`` holds, and drop layers that the mapper doesn't use."""
+    if not isinstance(source_cache, list):
+        raise CacheError("To be consumed, the source cache must be a list.")
+    source_cache.clear()
+    for layer in set(rows) - set(mapper.source_layers):
+        del rows[layer]
 
 
 def map_prompt(

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from kvgraft.cache.snapshot import CacheSnapshot, LayerRows, QuantizedRows, SizeLimit
 from kvgraft.errors import CacheError, GeometryError, UnsupportedCacheError
+from kvgraft.models.cache_classes import UNSUPPORTED, is_from_mlx_lm
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.token_ranges import TokenRanges
 
@@ -19,12 +20,10 @@ _BATCHES = ("BatchKVCache", "BatchRotatingKVCache")
 _READ = ("KVCache", "QuantizedKVCache", "RotatingKVCache", *_BATCHES)
 _TRIMMED = "A trim went wrong; re-prefill."
 
-# What to do about each class that is not read.
+# What to do about each class that is not supported.
 _ADVICE = {
     "ConcatenateKVCache": "copy its keys, values and offset into a KVCache",
-    "ChunkedKVCache": "it drops the front of the text; re-prefill",
-    "ArraysCache": "it holds recurrent state, which has no per-token keys and values; re-prefill",
-    "MambaCache": "it holds recurrent state, which has no per-token keys and values; re-prefill",
+    **{cls: f"it holds {content}; re-prefill" for cls, content in UNSUPPORTED.items()},
 }
 
 
@@ -102,7 +101,7 @@ def read_cache(
 
 def inner_caches(entry: Any) -> Sequence[Any] | None:
     """The caches in an mlx-lm ``CacheList``; ``None`` for anything else."""
-    if type(entry).__name__ == "CacheList" and _is_from_mlx_lm(entry):
+    if type(entry).__name__ == "CacheList" and is_from_mlx_lm(entry):
         inner: Sequence[Any] = entry.caches
         return inner
     return None
@@ -117,7 +116,7 @@ def _flatten(entry: Any, name: str) -> list[tuple[str, Any]]:
 
 def _check_class(entry: Any, name: str, row: int | None) -> None:
     cls = type(entry).__name__
-    if cls not in _READ or not _is_from_mlx_lm(entry):
+    if cls not in _READ or not is_from_mlx_lm(entry):
         raise UnsupportedCacheError(
             f"Layer {name} uses {cls}, which is not supported: {advice(cls)}."
         )
@@ -131,10 +130,6 @@ def _check_class(entry: Any, name: str, row: int | None) -> None:
             f"Row {row} was asked for, but layer {name} uses {cls}, which is no batch of "
             "conversations of their own lengths. Leave the row out."
         )
-
-
-def _is_from_mlx_lm(entry: Any) -> bool:
-    return type(entry).__module__ == "mlx_lm.models.cache"
 
 
 def read_entry(entry: Any, name: str, row: int | None = None) -> LayerRows:
@@ -348,7 +343,7 @@ def _read_batch_row(entry: Any, name: str, row: int) -> LayerRows:
 
 
 def advice(cls: str) -> str:
-    """What to do about a class that is not read."""
+    """What to do about a class that is not supported."""
     return _ADVICE.get(cls, "kvgraft does not know what it holds; use KVCache")
 
 

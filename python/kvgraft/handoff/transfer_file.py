@@ -49,9 +49,9 @@ class FileTransfer:
     Attributes:
         path: The file that was written.
         n_tokens: Tokens in it.
-        n_mapped: Of these, how many were mapped; the target read the others.
-        seconds: Time of mapping and of reading natively, without loading.
-        notes: What is worth knowing and not wrong.
+        n_mapped: Mapped tokens; the target read the others itself.
+        seconds: Time of mapping and of native prefill, without loading.
+        notes: What the user should know.
     """
 
     path: Path
@@ -77,16 +77,15 @@ def transfer_file(
 ) -> FileTransfer:
     """Map a prompt-cache file of the source into one of the target.
 
-    The source model is not needed. The target is, to see that it is the one
-    that the mapper was fitted for and in which dtype it writes; its weights are
-    read when it reads a token.
+    The source model is not needed. The target is, to check it against the mapper and
+    for the dtype that it writes.
 
     Args:
         source: A file of ``mlx_lm.cache_prompt``.
-        out: Where to write; not the same file.
+        out: Where to write; another file.
         mapper: Mapper for this pair.
-        target: The target model, as it is to stand in the file:
-            ``mlx_lm.generate`` loads it by this name.
+        target: The target model by the name that the file will hold, and
+            ``mlx_lm.generate`` will load.
         prompt: The text that was cached, where the file doesn't hold its token
             ids; see :func:`prompt_tokens`.
         native_start: Tokens at the start that the target reads itself. Default: what
@@ -109,56 +108,39 @@ def transfer_file(
             :func:`kvgraft.cache.prompt_files.write_prompt_file`.
     """
     check_native_ends(native_start or 0, 1 if native_end is None else native_end)
-    if Path(out).exists() and Path(source).exists() and Path(out).samefile(source):
-        raise CacheError(
-            f"{os.fspath(out)} is the source's file, which would be lost. Write to another one."
-        )
+    _check_other_file(source, out)
     notes = _check_verdict(mapper, force)
     check_destination(out)
     given = read_prompt_file(source)
     n = read_cache(given.cache, mapper.source).offset
-    if given.provenance is not None:
-        notes.append(
-            f"the file was itself mapped, from {given.provenance.source}; errors of both maps add "
-            "up"
-        )
-    loaded = load_model(
-        target,
-        tokenizer_config={"trust_remote_code": True} if trust_remote_code else None,
-        lazy=True,
-    )
+    config = {"trust_remote_code": True} if trust_remote_code else None
+    loaded = load_model(target, tokenizer_config=config, lazy=True)
     notes += _check_source(given, mapper, loaded.tokenizer)
     geometry = read_geometry(loaded.model)
     notes += check_pair(mapper, target=geometry, target_model=loaded.identity())
     tokens = _known_tokens(given, mapper, loaded.tokenizer, prompt, n)
-    ends = _native_ends(mapper, native_start, native_end, tokens, n, notes)
-    start = time.perf_counter()
+    start, end = _native_ends(mapper, native_start, native_end, tokens, n, notes)
+    started = time.perf_counter()
     try:
         done = map_prompt(
-            given.cache,
-            mapper,
-            loaded.model,
-            tokens,
-            native_start=ends[0],
-            native_end=ends[1],
-            target_geometry=geometry,
-            consume=True,
-            kv_bits=kv_bits,
-            kv_group_size=kv_group_size,
-        )
+            given.cache, mapper, loaded.model, tokens, native_start=start, native_end=end,
+            target_geometry=geometry, consume=True, kv_bits=kv_bits, kv_group_size=kv_group_size,
+        )  # fmt: skip
     except NothingToMapError as error:
         raise NothingToMapError(
             f"{error} Use mlx_lm.cache_prompt with the target instead."
         ) from error
-    seconds = time.perf_counter() - start
-    written = write_prompt_file(
-        out,
-        done.cache,
-        model=target,
-        tokenizer_config=_tokenizer_config(given),
-        tokens=tokens,
-    )
-    return FileTransfer(written, n, done.mapped, seconds, tuple(notes))
+    seconds = time.perf_counter() - started
+    kept = _tokenizer_config(given)
+    path = write_prompt_file(out, done.cache, model=target, tokenizer_config=kept, tokens=tokens)
+    return FileTransfer(path, n, done.mapped, seconds, tuple(notes))
+
+
+def _check_other_file(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    if Path(out).exists() and Path(source).exists() and Path(out).samefile(source):
+        raise CacheError(
+            f"{os.fspath(out)} is the source's file, which would be lost. Write to another one."
+        )
 
 
 def _known_tokens(
@@ -254,7 +236,7 @@ def prompt_tokens(tokenizer: Any, prompt: str, n_tokens: int) -> tuple[int, ...]
 
 
 def _check_text(snapshot: CacheSnapshot, tokens: Sequence[int]) -> None:
-    """Refuse token ids that are not those of the cache, as far as repetitions tell.
+    """Refuse token ids that are not those of the cache, as far as repeated tokens show it.
 
     The values of the first layer come from the token alone, so that a token which
     occurs twice has them twice. Ids of another text of the same length do not
@@ -276,7 +258,17 @@ def _check_text(snapshot: CacheSnapshot, tokens: Sequence[int]) -> None:
 
 
 def _check_source(given: PromptFile, mapper: Mapper, tokenizer: Any) -> list[str]:
-    """Compare the file's model with the mapper's source, as far as it is here."""
+    """Compare the file with the mapper's source, as far as possible without the source."""
+    notes = []
+    if given.provenance is not None:
+        notes.append(
+            f"the file was itself mapped, from {given.provenance.source}; errors of both maps add "
+            "up"
+        )
+    return notes + _check_source_model(given, mapper, tokenizer)
+
+
+def _check_source_model(given: PromptFile, mapper: Mapper, tokenizer: Any) -> list[str]:
     name = given.model
     if name is None:
         return ["the file doesn't say which model made it; only its shape was compared"]

@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvgraft.errors import GeometryError, UnsupportedModelError
+from kvgraft.models.cache_classes import UNSUPPORTED, is_from_mlx_lm
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.rope import NO_ROPE, RopeSpec
 
@@ -41,10 +42,8 @@ _NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 _FLOOR = 1e-3  # of the largest key: pairs smaller than this are not held to their own size
 
 _UNSUPPORTED_CACHES = {
-    "ArraysCache": "recurrent or convolutional state, which has no per-token keys and values",
-    "MambaCache": "recurrent or convolutional state, which has no per-token keys and values",
+    **UNSUPPORTED,
     "CacheList": "several caches per layer (an indexer or recurrent state beside the keys)",
-    "ChunkedKVCache": "chunked attention, whose cache drops the front of the text",
 }
 
 
@@ -448,15 +447,11 @@ def _why_no_rotation(k0: mx.array, turned: dict[int, mx.array]) -> str:
 
 def _class_reason(cache: Any) -> str | None:
     name = type(cache).__name__
-    if name in ("KVCache", "RotatingKVCache") and _is_from_mlx_lm(cache):
+    if name in ("KVCache", "RotatingKVCache") and is_from_mlx_lm(cache):
         return None
     if name in _UNSUPPORTED_CACHES:
         return _UNSUPPORTED_CACHES[name]
     return f"it uses the cache class {name}, which kvgraft does not know"
-
-
-def _is_from_mlx_lm(cache: Any) -> bool:
-    return type(cache).__module__ == "mlx_lm.models.cache"
 
 
 def _has_latent_attention(model: Any) -> bool:

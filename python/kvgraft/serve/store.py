@@ -1,9 +1,8 @@
-"""A prompt-cache store that maps other models' caches when it has none of its own.
+"""A prompt-cache store that maps other models' caches when a model has none of its own.
 
 mlx-lm's server keeps the caches of past requests by model and by token ids, and
-keeps them when another model is loaded. This store answers a request that the
-asked model has no cache for with another model's cache of the same tokens,
-mapped.
+keeps them when another model is loaded. Where the requested model has no cache of
+a prompt, this store maps another model's cache of the same tokens.
 
 Mapped caches are approximations, so three rules hold throughout:
 
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.models import cache as mlx_cache
 
-from kvgraft import cache as caches
+from kvgraft.cache import is_mapped, trim
 from kvgraft.cache.map import map_prompt
 from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import ModelGeometry
@@ -39,7 +38,7 @@ __all__ = ["MIN_GAIN", "MappingPromptCache", "StoredCache", "MappedKey"]
 MIN_GAIN = 64
 """Tokens that mapping must save over the model's own cache, by default.
 
-Reading a few tokens natively costs about as much as a mapping and is exact.
+Prefilling a few tokens costs about as much as a mapping and is exact.
 """
 
 # Not the functions of the module: those would set up logging before mlx-lm does.
@@ -49,7 +48,7 @@ _Base: Any = mlx_cache.LRUPromptCache
 
 @dataclass(frozen=True)
 class MappedKey:
-    """Key of caches of ``model`` that are, or go on from, mapped ones."""
+    """Key of caches of ``model`` that are mapped, or continue from mapped ones."""
 
     model: Any
 
@@ -303,14 +302,14 @@ class MappingPromptCache(_Base):  # type: ignore[misc]  # mlx-lm's classes are u
         self._learn(model)
         origin = origin_of(tokens)
         known = origin is not None and origin.decided
-        native = origin is not None and origin.native and not caches.is_mapped(prompt_cache)
+        native = origin is not None and origin.native and not is_mapped(prompt_cache)
         if not known:
             _log.warning("A cache of unknown origin is kept apart from native ones.")
         ids = list(tokens)
         n = min([len(ids), *_lengths(prompt_cache)])
         if n == 0:
             return
-        if not caches.trim(prompt_cache, n):
+        if not trim(prompt_cache, n):
             _log.warning("A cache whose layers hold different numbers of tokens was not kept.")
             return
         held = StoredCache(
@@ -375,4 +374,4 @@ def _cut(found: _Found, n: int) -> _Found | None:
     """At most ``n`` tokens of a cache that was copied for us; ``None`` if it can't be cut."""
     if found.n <= n:
         return found
-    return _Found(found.cache, n) if caches.trim(found.cache, n) else None
+    return _Found(found.cache, n) if trim(found.cache, n) else None
