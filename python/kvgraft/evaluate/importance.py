@@ -1,4 +1,4 @@
-"""How much of a map comes from which source layer."""
+"""The share of each source layer in a map."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ __all__ = ["source_shares"]
 def source_shares(mapper: Mapper, capture: SourceLayers) -> dict[str, list[list[float]]]:
     """Share of each source layer in each target layer's map.
 
-    Weights times the standard deviation of what they multiply, squared and
-    summed over a source layer's features. Correlated features make it a picture,
-    not an attribution.
+    The squared weights times the variance of what they multiply, summed over a source
+    layer's features. Features are correlated, so this is only indicative.
 
     Args:
         mapper: The mapper.

@@ -63,7 +63,7 @@ class TokenScores:
 
     @classmethod
     def broken(cls, n: int) -> TokenScores:
-        """An arm that had no finite cache to go on from."""
+        """Scores of an arm without a finite cache."""
         nothing = np.full(n, np.nan, np.float32)
         return cls(nothing, np.full(n, -1, np.int64), nothing)
 
@@ -190,7 +190,7 @@ class Variance:
         self.squares = np.zeros(0)
 
     def add(self, mapped: NDArray[Any], native: NDArray[Any]) -> None:
-        """Take in ``[heads, tokens, dim]`` of what the map gave and what it should be."""
+        """Add one document: ``[heads, tokens, dim]`` mapped and native."""
         y = native.astype(np.float64)
         if not self.n:
             self.error = np.zeros(len(y))

@@ -62,7 +62,7 @@ def search(
     map_seconds: float,
     prefill_seconds: float,
 ) -> list[Candidate]:
-    """Compare the candidates that were measured.
+    """Compare the measured candidates.
 
     Args:
         losses: Loss per document, by ``(native start, native end)``; ``(0, 1)`` is required.

@@ -1,10 +1,10 @@
-"""Needle tasks: one code among look-alikes, hidden in text, asked for at the end.
+"""Needle tasks: one fact among look-alikes, hidden in text, asked for at the end.
 
-A mapped cache can predict text well and still have lost what was said exactly.
+A mapped cache can predict text well and still have lost exact words.
 Each task states one fact ("The code of Helen's safe is 5039.", or "Helen's kite
 is silver.") somewhere in held-out text, and look-alikes (Helen's gate, Walter's
-safe) elsewhere, and asks for the first. Guessing among the values gives at most
-one in :data:`DISTRACTORS` + 1, so a score near that is no recall.
+safe) elsewhere, and asks for the first. Guessing among the values is right at
+most one time in :data:`DISTRACTORS` + 1, so a score near that is no recall.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class NeedleTask:
     """A text with a hidden fact, and the question.
 
     Attributes:
-        tokens: Everything up to where the answer is due.
+        tokens: Context and question, up to the answer.
         n_context: Tokens before the question.
         at: Position of the fact's first token.
-        depth: Where the fact was asked to stand, 0 (start) to 1 (end).
-        answer: What the reply must say.
+        depth: Requested position of the fact, 0 (start) to 1 (end).
+        answer: What the reply must contain.
         kind: ``"codes"`` or ``"colours"``.
     """
 
@@ -102,8 +102,8 @@ def make_tasks(
         tokenizer: Of the models.
         filler: Text to hide facts in; should be held out.
         lengths: Tokens of the context.
-        depths: Where in the context the fact stands, 0 to 1.
-        samples: Tasks per length and depth; codes and colours take turns.
+        depths: Positions of the fact in the context, 0 to 1.
+        samples: Tasks per length and depth, codes and colours alternating.
         seed: Of the random choices.
 
     Raises:
@@ -189,13 +189,13 @@ def _task(
 
 
 def answer(model: Any, tokenizer: Any, cache: list[Any] | None, last: Sequence[int]) -> str:
-    """Greedy reply, as long as the words that count.
+    """Greedy reply, cut after the words that count.
 
     Args:
         model: mlx-lm model.
         tokenizer: Of the model.
         cache: Prompt cache of everything before ``last``; advanced.
-        last: Tokens that the model still has to read, at least one.
+        last: Tokens to read before replying, at least one.
     """
     stops = {int(i) for i in getattr(tokenizer, "eos_token_ids", ())}
     out: list[int] = []

@@ -24,17 +24,17 @@ class EvalConfig:
 
     Attributes:
         documents: Documents to score.
-        prefix: Tokens before the scored part; all but the last are handed over.
+        prefix: Tokens before the scored part; the cache of all but the last is mapped.
         scored: Tokens scored per document.
         native_starts: Native tokens at the start to try.
         native_ends: Native tokens at the end to try, with the last token, which is always native.
         needle_lengths: Tokens of the contexts that needles are hidden in; empty
             for none.
-        needle_depths: Where they are hidden, 0 to 1.
+        needle_depths: Where they are hidden, 0 (start) to 1 (end).
         needle_samples: Needles per length and depth.
-        speed_lengths: Tokens at which mapping and reading are timed; empty for
+        speed_lengths: Tokens at which mapping and prefill are timed; empty for
             none.
-        repeats: Timed runs, of which the median counts.
+        repeats: Timed runs; the median is reported.
         seed: Of needles, random map and bootstrap.
         dtype: Run the models in this dtype; default float32 without a GPU, as
             stored with one.
@@ -69,11 +69,11 @@ class EvalConfig:
             raise EvaluationError(
                 f"{named('repeats')} and {named('needle_samples')} must be at least 1."
             )
-        head, tail = (max(x) for x in zip(*self.ends))
-        if head + tail >= self.prefix:
+        start, end = (max(x) for x in zip(*self.ends))
+        if start + end >= self.prefix:
             raise EvaluationError(
-                f"A head of {head} and a tail of {tail} native tokens leave nothing to map of a "
-                f"prefix of {self.prefix}. Use a longer {named('prefix')}."
+                f"A native start of {start} and a native end of {end} tokens leave nothing to map "
+                f"of a prefix of {self.prefix}. Use a longer {named('prefix')}."
             )
         if any(not 0 <= d <= 1 for d in self.needle_depths):
             raise EvaluationError(f"{named('needle_depths')} must lie between 0 and 1.")
@@ -82,8 +82,10 @@ class EvalConfig:
 
     @property
     def ends(self) -> list[tuple[int, int]]:
-        """Pairs (head, tail) to try; always with the plain hand-off."""
-        return sorted({PLAIN} | {(h, t) for h in self.native_starts for t in self.native_ends})
+        """Pairs (native start, native end) to try; always with the plain hand-off."""
+        return sorted(
+            {PLAIN} | {(start, end) for start in self.native_starts for end in self.native_ends}
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with the keys of eval.json."""
@@ -98,8 +100,8 @@ class DocumentResult:
     Attributes:
         arms: Scores by arm.
         cosines: ``[layer][head]`` attention-output cosines; empty if the model's
-            attention can't be looked at.
-        finite: Whether the mapped cache was.
+            attention cannot be instrumented.
+        finite: Whether the mapped cache has no NaN and no infinity.
         seconds: ``map``, ``prefill`` (the target's own), ``source prefill``,
             ``head N`` and ``tail N``.
         keys: Sums of :class:`Variance` per layer.
@@ -131,12 +133,11 @@ class NeedleResult:
 
     Attributes:
         length: Tokens of the context.
-        depth: Where the needle was asked to stand.
-        mapped_at_mid: Whether it stood in the mapped part when the switch was
-            in the middle.
-        right: By arm, whether the reply held the answer.
+        depth: Requested position of the needle, 0 (start) to 1 (end).
+        mapped_at_mid: Whether it was in the mapped part at a switch in the middle.
+        right: By arm, whether the reply has the answer.
         replies: By arm, the reply.
-        answer: What it should say.
+        answer: The expected answer.
         kind: Kind of fact.
     """
 
@@ -151,7 +152,7 @@ class NeedleResult:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Everything that was measured, before it is summed up.
+    """Everything that was measured, before it is summarised.
 
     Attributes:
         config: The settings.
@@ -163,7 +164,7 @@ class Measurements:
         importance: ``{"keys" | "values": [target layer][source layer]}`` share of
             each source layer in the map.
         models: Identities of the two models as they ran.
-        notes: What a user should be told.
+        notes: What to report whatever the verdict.
     """
 
     config: EvalConfig

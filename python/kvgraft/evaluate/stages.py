@@ -40,8 +40,8 @@ __all__ = ["KEEP_BYTES", "Stages", "TargetResults"]
 KEEP_BYTES = 2_000_000_000
 """Mapper weights of at most this many bytes stay in memory between documents."""
 
-_MID = 0.75
-_TIMED_HEADS = 3
+_MID = 0.75  # share of the context before a switch "mid-context"
+_TIMED_STARTS = 3  # documents at which the prefill of native starts is timed
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Stages:
         calls.clear()
         for head, tail in cfg.ends:
             found[arms.with_ends(head, tail)] = continued(mapped, head, tail)
-        for head in sorted({h for h, _ in cfg.ends if h}) if i < _TIMED_HEADS else ():
+        for head in sorted({h for h, _ in cfg.ends if h}) if i < _TIMED_STARTS else ():
             start = time.perf_counter()
             prefill(model, tokens[:head])
             seconds[f"head {head}"] = time.perf_counter() - start
@@ -257,7 +257,7 @@ class Stages:
             for kind in (0, 1):
                 pair = [got[kind], own[kind]]
                 if kind == 0 and self.mapper.content_space:
-                    # The map is of content; rotation mixes what it gets right and wrong.
+                    # The map is of keys without RoPE; rotation would mix their errors.
                     pair = [strip_rope(x, positions, rope) for x in pair]
                 one = Variance()
                 one.add(*(np.array(x[0].astype(mx.float32)) for x in pair))
@@ -358,7 +358,8 @@ class Stages:
                     geometry=geometry,
                     capture=capture,
                     tokens=self.text.tokens[0].tolist(),
-                    policy=ends,
+                    native_start=ends[0],
+                    native_end=ends[1],
                     repeats=self.config.repeats,
                 )
                 self.folder.write(f"speed-{n:07d}", row)

@@ -1,4 +1,4 @@
-"""From measurements to results: what is reported, judged and stored."""
+"""From measurements to results: what is judged, reported and stored."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from kvgraft.evaluate import arms
-from kvgraft.evaluate import timing as speed
 from kvgraft.evaluate.metrics import Interval, Variance, bootstrap, distance_bins
 from kvgraft.evaluate.needle import SWITCHES
 from kvgraft.evaluate.results import DocumentResult, Measurements, NeedleResult
+from kvgraft.evaluate.timing import break_even
 from kvgraft.evaluate.verdict import Facts, Verdict, judge
 from kvgraft.mapper.config import plain
 from kvgraft.mapper.mapper import Mapper
@@ -46,7 +46,7 @@ def summarise(mapper: Mapper, measured: Measurements) -> dict[str, Any]:
     }
     cosines = _cosines(documents)
     needle = _needle(measured.needles)
-    even = {kind: speed.break_even(measured.speed, kind) for kind in ("warm", "cold")}
+    even = {kind: break_even(measured.speed, kind) for kind in ("warm", "cold")}
     verdict = judge(_facts(measured, cosines, needle, even))
     layers = sorted(mapper.layers, key=lambda m: m.target_layer)
     result = {
@@ -137,7 +137,7 @@ def stored_quality(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on, without anything that tells whose it is."""
+    """The machine of the measurement, without names of user or host."""
     facts = env.report()
     library = facts["blas"]["library"]
     return {
@@ -310,7 +310,7 @@ def _facts(
 
     def over(name: str) -> tuple[float, float, float]:
         other = _losses(documents, name)
-        # An arm that broke is worse than anything finite.
+        # An arm with NaN is worse than any finite one.
         x: Interval = bootstrap(
             np.where(np.isnan(other), 1e3, other) - mapped, measured.config.seed
         )
@@ -351,6 +351,6 @@ def _facts(
 
 
 def verdict_of(results: dict[str, Any]) -> Verdict:
-    """The verdict out of results, for gating."""
+    """The verdict in results."""
     found = results["verdict"]
     return Verdict(found["level"], tuple(found["reasons"]), tuple(found["notes"]))

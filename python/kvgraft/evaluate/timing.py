@@ -1,4 +1,4 @@
-"""Seconds of a hand-off against seconds of reading again, on this machine."""
+"""Seconds of a hand-off against seconds of re-prefill, on this machine."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def time_length(
     geometry: ModelGeometry,
     capture: SourceLayers,
     tokens: Sequence[int],
-    policy: tuple[int, int],
+    native_start: int,
+    native_end: int,
     repeats: int,
 ) -> dict[str, Any]:
-    """Time mapping and reading of ``n`` tokens.
+    """Time mapping and prefill of ``n`` tokens.
 
-    The source's cache is repeated to that length: what it holds does not change
-    how long it takes. Medians of ``repeats`` runs after one that is not counted;
-    cold runs open the artifact anew and have no uncounted one.
+    The source's cache is repeated to that length: the time does not depend on its
+    content. Medians of ``repeats`` runs after one warm-up run; cold runs open the
+    artifact anew and have no warm-up.
 
     Args:
         n: Tokens in the cache.
@@ -47,9 +48,10 @@ def time_length(
         model: The target.
         geometry: Its geometry.
         capture: A cache of the source, ``{layer: (keys, values)}``.
-        tokens: Text for the target to read; repeated to the length.
-        policy: Native tokens at the start and at the end, with the last one.
-        repeats: Runs.
+        tokens: Token ids for the prefill; repeated to the length.
+        native_start: Native tokens at the start.
+        native_end: Native tokens at the end, the last one included.
+        repeats: Timed runs.
 
     Returns:
         Seconds, tokens per second and peak bytes, JSON-ready.
@@ -58,7 +60,7 @@ def time_length(
     mx.eval(source)
     text = (list(tokens) * (n // len(tokens) + 1))[:n]
     # The last one is not counted: it comes on top of a cache of n tokens, mapped or not.
-    head, tail = min(policy[0], n // 2), min(policy[1] - 1, n // 2)
+    head, tail = min(native_start, n // 2), min(native_end - 1, n // 2)
 
     def mapped(with_mapper: Mapper, drop: bool) -> list[Any]:
         layers = iter_transfer(source, with_mapper, unload_after=drop, dtype=geometry.mx_dtype)
@@ -122,9 +124,9 @@ def _time(work: Callable[[], Any], repeats: int) -> tuple[float, int]:
 
 
 def break_even(rows: Sequence[dict[str, Any]], kind: str) -> dict[str, Any] | None:
-    """From how many tokens on the hand-off is faster than reading again.
+    """From how many tokens on the hand-off is faster than re-prefill.
 
-    Between measured lengths the difference is taken to be straight.
+    Between measured lengths the difference is interpolated linearly.
 
     Args:
         rows: What :func:`time_length` returned, ascending.
@@ -132,7 +134,7 @@ def break_even(rows: Sequence[dict[str, Any]], kind: str) -> dict[str, Any] | No
 
     Returns:
         ``{"tokens": n, "is": "at most" | "about"}``; ``{"tokens": None}`` if it
-        does not win at the longest measured length; ``None`` if nothing was
+        is not faster at the longest measured length; ``None`` if nothing was
         measured.
     """
     name = f"handoff_{kind}_seconds"
