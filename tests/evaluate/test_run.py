@@ -162,7 +162,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch):
     work = tmp_path / "work"
     with pytest.raises(KeyboardInterrupt):
         measure(mapper, model, model, text, config, work=work)
-    with pytest.raises(EvaluationError, match="settings differ"):
+    with pytest.raises(EvaluationError, match="what differs: settings"):
         measure(mapper, model, model, text, replace(config, seed=5), work=work)
     got = summarise(mapper, measure(mapper, model, model, text, config, work=work))
     assert calls == [0, 1, 1, 2]
