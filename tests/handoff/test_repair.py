@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from itertools import islice
 
 import mlx.core as mx
@@ -50,6 +51,40 @@ def test_repair_needs_room_and_something_to_repair():
     run = Generation(done.state)
     assert not run.repair(memory_limit=MemoryLimit(1000))
     assert "does not fit" in run.events[0]
+
+
+def test_a_pending_repair_does_not_keep_its_model_in_memory():
+    run = Generation.start(handle(), PROMPT)
+    next(run)
+    target = handle()
+    run = Generation(switch(run.stop(), target, identity_mapper(model())).state)
+    assert run.repair(chunk=2)
+    next(run)
+    state = run.stop()
+    assert run.pending_repair is not None
+    assert switch(state, handle(), None).report.warnings == () and not target.is_loaded
+
+
+def test_a_repair_is_resumed_with_what_the_conversations_share():
+    run = Generation.start(handle(), PROMPT)
+    next(run)
+    run = Generation(switch(run.stop(), handle(), identity_mapper(model())).state)
+    assert run.repair(chunk=4)
+    list(islice(run, 3))
+    state, pending = run.stop(), run.pending_repair
+    assert pending.n_read == 12
+    changed = replace(state.rewound(6), tokens=[*PROMPT[:6], 11, *PROMPT[6:]])
+    run = Generation(changed, repair=pending)
+    assert run.repairing and pending.n_read == 6
+    native = model()
+    while run.repairing:
+        next(run)
+    tokens = [*run.state.tokens, next(run)]
+    next(run)
+    want = logprobs(native(mx.array([tokens])))
+    assert mx.allclose(run.logprobs, want, atol=1e-4)
+    # Nothing mapped is left to repair.
+    assert not Generation(state.with_cache(None), repair=pending).repairing
 
 
 def test_a_failing_repair_leaves_the_generation_alone(monkeypatch):

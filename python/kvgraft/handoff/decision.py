@@ -32,7 +32,7 @@ class Decision:
     Attributes:
         mapper: The mapper to map with; ``None`` to re-prefill.
         reason: Why the conversation is re-prefilled; ``None`` if it is mapped.
-        warnings: What the user should know about the mapper.
+        warnings: What the user should know.
         plan: Memory of the hand-off.
         target_geometry: Geometry of the target's cache, if it is known.
     """

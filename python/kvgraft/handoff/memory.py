@@ -1,9 +1,9 @@
-"""Counting the memory of a hand-off, and holding it to a limit.
+"""Counting the memory of a hand-off, and keeping it within a limit.
 
-``mx.set_memory_limit`` is a guideline: MLX goes past it rather than fail. An
-application that may not (iOS, a machine shared with others) needs its own
-account, so weights, caches, mapper and working buffers are counted from their
-shapes before a hand-off, and MLX's allocator is read while it runs.
+``mx.set_memory_limit`` is a guideline: MLX exceeds it rather than fail. For
+applications that must not exceed a limit (iOS, a shared machine), weights, caches,
+mapper and working buffers are counted from their shapes before a hand-off, and MLX's
+allocator is read while it runs.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def mapper_bytes(mapper: Mapper) -> int:
 
 @dataclass(frozen=True)
 class Stage:
-    """Memory at one moment of a hand-off.
+    """Memory in one step of a hand-off.
 
     Attributes:
-        name: What happens then.
-        nbytes: Everything that is held then.
+        name: What the step does.
+        nbytes: Bytes of everything in memory during it.
     """
 
     name: str
@@ -77,21 +77,21 @@ class Stage:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a hand-off will hold, moment by moment, counted from shapes.
+    """Memory of a hand-off, step by step, counted from shapes.
 
     Attributes:
-        stages: In order.
+        stages: The steps, in order.
     """
 
     stages: tuple[Stage, ...]
 
     @property
     def peak(self) -> int:
-        """Bytes at the worst moment."""
+        """Bytes in the largest step."""
         return max(stage.nbytes for stage in self.stages)
 
     def describe(self) -> str:
-        """One line per moment, in MB."""
+        """One line per step, in MB."""
         return "\n".join(f"{s.nbytes / 1e6:9.1f} MB  {s.name}" for s in self.stages)
 
 
@@ -107,18 +107,18 @@ def plan_memory(
     keep_cache: bool = False,
     other: int = 0,
 ) -> MemoryPlan:
-    """Count a hand-off before it is begun.
+    """Count the memory of a hand-off beforehand.
 
     Args:
         source_weights: Bytes of the source's weights.
-        source_cache: Bytes of its cache.
+        source_cache: Bytes of the source's cache.
         target_weights: Bytes of the target's weights.
         n_tokens: Tokens that the target's cache will hold.
         target: Geometry of the target's cache, if known.
-        mapper: The mapper; ``None`` if the target reads the tokens again.
+        mapper: The mapper; ``None`` for a re-prefill.
         keep_source: The source and its cache stay.
         keep_cache: The source's cache stays.
-        other: Bytes held by anything else that MLX knows of (other models).
+        other: Bytes of all other MLX arrays (other models).
     """
     target_cache = 0 if target is None else n_tokens * token_bytes(target)
     keep_cache = keep_cache or keep_source
@@ -146,7 +146,7 @@ def plan_memory(
 
 
 def _layer_work(mapper: Mapper, n_tokens: int) -> int:
-    """Bytes that mapping one layer takes beside its result: its weights, and float32 rows."""
+    """Bytes that mapping one layer needs beside its result: weights and float32 rows."""
     worst = 0
     for m in mapper.layers:
         weights = sum(p.storage.nbytes(p.shape) for p in (m.keys, m.values) if p.weight is None)
@@ -159,15 +159,15 @@ def _layer_work(mapper: Mapper, n_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What an application may hold in MLX arrays.
+    """Most bytes that an application may hold in MLX arrays.
 
     Attributes:
         limit: Bytes.
         reserve: Bytes to leave free for what cannot be counted from shapes:
             activations of a forward pass and the system's own.
-        observe: Reads the memory in use, in bytes; default MLX's allocator
-            (arrays in use and buffers it keeps for reuse). An application that
-            knows better, such as from the system's own counter, replaces it.
+        observe: Returns the bytes in use; default those of MLX's allocator (arrays
+            in use and buffers kept for reuse). Replace it to use another counter,
+            such as the system's.
     """
 
     limit: int
@@ -176,7 +176,7 @@ class MemoryLimit:
 
     @property
     def usable(self) -> int:
-        """Bytes for what is counted."""
+        """Bytes for what is counted: ``limit`` without ``reserve``."""
         return self.limit - self.reserve
 
     def fits(self, plan: MemoryPlan) -> bool:
@@ -184,17 +184,20 @@ class MemoryLimit:
         return plan.peak <= self.usable
 
     def check(self, doing: str) -> None:
-        """Compare what is held now with the limit.
+        """Compare the memory in use with the limit.
+
+        Args:
+            doing: What is being done, for the message.
 
         Raises:
-            MemoryLimitError: If it is over, even with MLX's unused buffers given
-                back.
+            MemoryLimitError: If it exceeds the limit, even with MLX's unused buffers
+                released.
         """
         if self.observe() > self.limit:
             mx.clear_cache()
             held = self.observe()
             if held > self.limit:
                 raise MemoryLimitError(
-                    f"{held / 1e6:.1f} MB are held while {doing}; the limit is "
+                    f"{held / 1e6:.1f} MB are in use while {doing}; the limit is "
                     f"{self.limit / 1e6:.1f} MB."
                 )

@@ -1,8 +1,8 @@
-"""When to go down to a smaller model, and when up again.
+"""When to switch to a smaller model, and when back to a larger one.
 
-A policy is a function from what was observed to the name of a model, or
-``None`` to stay. :func:`memory_policy` makes the usual one; an application that
-knows more (battery, heat, the user's wish) passes its own.
+A policy is a function from an :class:`Observation` to the name of a model, or
+``None`` to stay. :func:`memory_policy` makes one for memory pressure; an application
+that knows more (battery, temperature, the user's choice) passes its own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ class ModelOption:
 
     Attributes:
         name: Its name.
-        nbytes: What would be in memory with this model running the conversation
-            as it is now: weights and cache.
-        peak: The most that would be in memory on the way there from the model
-            that runs now.
+        nbytes: Bytes in memory with this model running the present conversation:
+            weights and cache.
+        peak: Most bytes in memory during the switch from the current model.
     """
 
     name: str
@@ -32,10 +31,10 @@ class ModelOption:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a policy decides from.
+    """What a policy bases its decision on.
 
     Attributes:
-        used: Bytes in use now, everything that counts against the limit.
+        used: Bytes in use, of all that counts against the limit.
         limit: Bytes that may be in use.
         current: Name of the model that runs.
         model_options: The models, largest first, the current one included.
@@ -60,7 +59,7 @@ class Observation:
 
 
 Policy = Callable[[Observation], "str | None"]
-"""Decides from an observation which model to go to; ``None`` to stay."""
+"""Returns the model to switch to; ``None`` to stay."""
 
 
 def memory_policy(
@@ -71,19 +70,19 @@ def memory_policy(
     cooldown: int = 8,
     critical: float = 0.95,
 ) -> Policy:
-    """Go down under memory pressure, and up when there is room for long enough.
+    """Switch to a smaller model under memory pressure, and back once there is room again.
 
     Thresholds and order are those of the molt protocol.
 
     Args:
-        down_at: Go to the next smaller model that fits at this part of the limit;
-            if none fits, to the smallest.
-        up_at: Go to the largest model that would stay below ``down_at``, its
-            switch within the limit, when the pressure was at or below this for
-            ``hold`` tokens.
-        hold: Tokens that the pressure must stay low.
-        cooldown: Tokens after a switch in which nothing is done.
-        critical: At this part of the limit the cooldown is not waited for.
+        down_at: At this fraction of the limit, switch to the next smaller model that
+            fits; if none fits, to the smallest.
+        up_at: When the pressure was at or below this for ``hold`` tokens, switch to
+            the largest model that stays below ``down_at`` and whose switch stays
+            within the limit.
+        hold: Tokens for which the pressure must stay low.
+        cooldown: Tokens after a switch without another one.
+        critical: From this fraction of the limit on, the cooldown does not apply.
 
     Raises:
         ValueError: If the thresholds are not in order.
@@ -94,25 +93,26 @@ def memory_policy(
             f"({critical})."
         )
 
-    def decide(seen: Observation) -> str | None:
+    def policy(seen: Observation) -> str | None:
         names = [option.name for option in seen.model_options]
         here = names.index(seen.current)
-        waiting = seen.has_switched and seen.steps_since_switch < cooldown
+        cooling = seen.has_switched and seen.steps_since_switch < cooldown
         if seen.pressure >= down_at:
             smaller = seen.model_options[here + 1 :]
-            if not smaller or (waiting and seen.pressure < critical):
+            if not smaller or (cooling and seen.pressure < critical):
                 return None
-            fitting = [r for r in smaller if _fits(r, seen.limit, down_at)]
+            fitting = [option for option in smaller if _fits(option, seen.limit, down_at)]
             return (fitting[0] if fitting else smaller[-1]).name
         calm = len(seen.pressures) >= hold and max(seen.pressures[-hold:]) <= up_at
-        if waiting or not calm:
+        if cooling or not calm:
             return None
-        larger = [r for r in seen.model_options[:here] if _fits(r, seen.limit, down_at)]
-        return larger[0].name if larger else None
+        larger = seen.model_options[:here]
+        fitting = [option for option in larger if _fits(option, seen.limit, down_at)]
+        return fitting[0].name if fitting else None
 
-    return decide
+    return policy
 
 
 def _fits(option: ModelOption, limit: int, down_at: float) -> bool:
-    # Below down_at, or the next token would send it back.
+    # Below down_at, or the next token would switch back.
     return option.peak <= limit and option.nbytes < down_at * limit

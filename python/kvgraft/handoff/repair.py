@@ -29,9 +29,10 @@ class Repair:
 
     def __init__(self, state: GenerationState, *, chunk: int) -> None:
         check_chunk(chunk)
-        self._model = state.handle.load()
+        # Not the model itself, so that a switch can unload it.
+        self._handle = state.handle
         self._chunk = chunk
-        self._cache: list[Any] = make_prompt_cache(self._model, state.max_kv_size)
+        self._cache: list[Any] = make_prompt_cache(state.handle.load(), state.max_kv_size)
         self._read: list[int] = []
 
     @classmethod
@@ -77,7 +78,7 @@ class Repair:
             The native cache of all of ``tokens`` once it has caught up.
         """
         part = tokens[self.n_read : self.n_read + self._chunk]
-        extend_cache(self._model, part, self._cache)
+        extend_cache(self._handle.load(), part, self._cache)
         self._read += part
         return self._cache if self.n_read == len(tokens) else None
 

@@ -48,8 +48,8 @@ class Turn:
         seconds_to_first: From the call to the first token, hand-offs included.
         seconds: From the call to the last token.
         switches: Hand-offs, in order.
-        native: Rows of the cache at the end that the model computed itself.
-        mapped: Rows that were mapped.
+        native: Tokens of the final cache whose rows the model computed itself.
+        mapped: Tokens of the final cache whose rows were mapped.
         events: Errors that the session recovered from.
     """
 
@@ -125,7 +125,7 @@ class Session:
         self._wanted: str | None = None
         self._state: GenerationState | None = None
         self._repair: Repair | None = None
-        # By model: the conversation that it left, and its cache of that.
+        # Of each model that was left: the conversation then, and its cache.
         self._parked: dict[str, tuple[list[int], list[Any]]] = {}
         self._pressures: deque[float] = deque(maxlen=_HISTORY)
         self._steps = 0
@@ -240,8 +240,8 @@ class Session:
                     run = self._run(state, turn, max_tokens - turn.generated)
                     stops = set(state.handle.tokenizer.eos_token_ids)
                     if not same_tokenizer(identity, state.handle.identity):
-                        # Else one for the whole reply: a character may be spread
-                        # over the switch.
+                        # With one tokenizer, one detokenizer for the whole reply: a
+                        # character may be split by the switch.
                         detokenizer.finalize()
                         pieces.append(detokenizer.last_segment)
                         yield pieces[-1]
@@ -290,7 +290,7 @@ class Session:
         tokens = self._render(state.handle.tokenizer, state.handle.name)
         if not tokens:
             raise ArgumentError("The conversation is empty: there is nothing to reply to.")
-        # Templates may render an earlier reply otherwise than it was generated.
+        # Templates may render an earlier reply differently from how it was generated.
         shared = min(common_prefix(state.tokens, tokens), len(tokens) - 1)
         self._state = replace(state.rewound(shared), tokens=tokens)
         return self._state

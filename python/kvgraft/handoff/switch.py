@@ -110,26 +110,50 @@ def switch(
     options = SwitchOptions() if options is None else options
     handle = ModelHandle.of(target)
     decision = decide(state, handle, mapper, options)
-
-    seconds: dict[str, float] = {}
-    in_memory: list[str] = []
     mx.reset_peak_memory()
+    decision, seconds = _exchange_models(state, handle, options, decision)
+    return _hand_over(state, handle, options, decision, seconds, own_cache or [])
+
+
+# ------------------------------------------------------------------- from model to model
+
+
+def _exchange_models(
+    state: GenerationState, handle: ModelHandle, options: SwitchOptions, decision: Decision
+) -> tuple[Decision, dict[str, float]]:
+    """Release the source and load the target.
+
+    Returns:
+        The decision now that the target is loaded, and wall time by part.
+    """
+    seconds: dict[str, float] = {}
     if state.handle.is_loaded and state.handle is not handle and not options.keep_source:
         with _timed(seconds, "release"):
-            in_memory = _release(state.handle, options.memory_limit, decision.plan)
+            warnings = _release(state.handle, options.memory_limit, decision.plan)
+        decision = replace(decision, warnings=(*decision.warnings, *warnings))
     with _timed(seconds, "load"):
         _load(handle)
     try:
-        decision = confirm(decision, state, handle, options)
+        return confirm(decision, state, handle, options), seconds
     except MemoryLimitError:
         handle.unload()
         raise
 
+
+def _hand_over(
+    state: GenerationState,
+    handle: ModelHandle,
+    options: SwitchOptions,
+    decision: Decision,
+    seconds: dict[str, float],
+    own_cache: list[Any],
+) -> Handoff:
+    """Make the target's state, and the report."""
     tokens = _tokens_for(handle, state)
     if tokens != state.tokens:
-        own_cache = None
-    packing, unpacked = _packing(state, handle)
-    work = _Work(state, handle, options, tokens, own_cache or [], packing)
+        own_cache = []  # of other tokens
+    packing, not_packed = _packing(state, handle)
+    work = _Work(state, handle, options, tokens, own_cache, packing)
     decision, filled = _fill(work, decision)
     new = GenerationState(
         handle, tokens, filled.cache, state.sampler, state.logits_processors, state.rng_key,
@@ -146,7 +170,7 @@ def switch(
         native_end=len(tokens) - filled.native_start - filled.mapped,
         reused=filled.reused,
         reason=decision.reason,
-        warnings=(*decision.warnings, *in_memory, *unpacked, *filled.warnings),
+        warnings=(*decision.warnings, *not_packed, *filled.warnings),
         seconds={**seconds, **filled.seconds},
         plan=decision.plan,
         peak_bytes=peak,
@@ -154,9 +178,6 @@ def switch(
         over_limit=limit is not None and peak > limit.limit,
     )
     return Handoff(new, report)
-
-
-# ------------------------------------------------------------------- from model to model
 
 
 @contextmanager
