@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 from mlx_lm.generate import generate_step
 
 from kvgraft.cache.map import map_cache
@@ -73,7 +74,7 @@ class Demo:
         self.source, self.target, self.mapper = source, target, mapper
         self.target_geometry = read_geometry(target.model)
 
-    def graft(self, source_cache: Sequence[Any]) -> list[Any]:
+    def map_cache(self, source_cache: Sequence[Any]) -> list[Any]:
         """Map a cache of the source, keeping the mapper's weights in memory."""
         return map_cache(
             source_cache,
@@ -88,7 +89,7 @@ class Demo:
         source_seconds, source_cache = _median_time(
             lambda: prefill(self.source.model, tokens), repeats
         )
-        mapping_seconds, _ = _median_time(lambda: self.graft(source_cache), repeats)
+        mapping_seconds, _ = _median_time(lambda: self.map_cache(source_cache), repeats)
         target_seconds, _ = _median_time(lambda: prefill(self.target.model, tokens), repeats)
         return Timing(len(tokens), source_seconds, mapping_seconds, target_seconds)
 
@@ -110,7 +111,7 @@ class Demo:
         source_cache = prefill(self.source.model, held)
         caches: dict[str, tuple[LoadedModel, list[Any] | None]] = {
             # Mapped before the source's own reply writes into the same cache.
-            MAPPED: (self.target, self.graft(source_cache)),
+            MAPPED: (self.target, self.map_cache(source_cache)),
             ALONE: (self.source, source_cache),
             NATIVE: (self.target, prefill(self.target.model, held)),
             NONE: (self.target, None),
@@ -138,8 +139,8 @@ class Demo:
                 read[key] = prefill(self.source.model, tokens)
             return read[key]
 
-        arms: dict[str, tuple[Any, Callable[[Sequence[int]], list[Any] | None]]] = {
-            MAPPED: (self.target.model, lambda t: self.graft(by_source(t))),
+        arms: dict[str, tuple[Module, Callable[[Sequence[int]], list[Any] | None]]] = {
+            MAPPED: (self.target.model, lambda t: self.map_cache(by_source(t))),
             ALONE: (self.source.model, by_source),
             NATIVE: (self.target.model, lambda t: prefill(self.target.model, t)),
             NONE: (self.target.model, lambda t: None),

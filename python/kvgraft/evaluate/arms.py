@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.base import Module
 
 from kvgraft import cache as caches
 from kvgraft.errors import EvaluationError
@@ -108,7 +109,7 @@ class ArmResult:
 
 
 def run_arms(
-    arms: dict[str, tuple[Any, Callable[[Sequence[int]], list[Any] | None]]],
+    arms: dict[str, tuple[Module, Callable[[Sequence[int]], list[Any] | None]]],
     documents: Sequence[Sequence[int]],
     prefix: int,
     progress: Progress | None = None,
@@ -144,7 +145,7 @@ def run_arms(
 
 
 def copy_of(cache: Sequence[Any]) -> Pairs:
-    """The keys and values of a cache that is going to be written to."""
+    """A copy of a cache's keys and values, for a cache that is going to be extended."""
     snapshot = caches.read_cache(cache)
     pairs = [(mx.contiguous(k), mx.contiguous(v)) for k, v in snapshot.layers]
     mx.eval(pairs)
@@ -183,7 +184,7 @@ def assemble(
     return caches.build_cache(geometry, list(zip(joined[::2], joined[1::2], strict=True)))
 
 
-def timed_extend(model: Any, cache: list[Any], tokens: Sequence[int]) -> float:
+def timed_extend(model: Module, cache: list[Any], tokens: Sequence[int]) -> float:
     """Extend a cache in one forward pass, in place; the seconds it took."""
     if not tokens:
         return 0.0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 
 from kvgraft import cache as caches
 from kvgraft.evaluate.arms import timed_extend
@@ -27,7 +28,7 @@ def time_length(
     *,
     mapper: Mapper,
     artifact: Path | None,
-    model: Any,
+    model: Module,
     geometry: ModelGeometry,
     capture: SourceLayers,
     tokens: Sequence[int],
@@ -91,13 +92,7 @@ def time_length(
     if head:
         native += _time(lambda: prefill(model, text[:head]), repeats)[0]
     if tail:
-        times = []
-        for _ in range(repeats + 1):
-            cache = mapped(mapper, False)
-            for entry in cache:
-                entry.trim(tail)
-            times.append(timed_extend(model, cache, text[n - tail :]))
-        native += statistics.median(times[1:])
+        native += _extend_seconds(lambda: mapped(mapper, False), model, text[n - tail :], repeats)
     row["native_seconds"] = native
     row["handoff_warm_seconds"] = warm + native
     if artifact is not None:
@@ -121,6 +116,19 @@ def _time(work: Callable[[], Any], repeats: int) -> tuple[float, int]:
         work()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds), max(0, mx.get_peak_memory() - before)
+
+
+def _extend_seconds(
+    make_cache: Callable[[], list[Any]], model: Module, tokens: Sequence[int], repeats: int
+) -> float:
+    """Median seconds to read the last tokens of a cache again on top of the others."""
+    times = []
+    for _ in range(repeats + 1):
+        cache = make_cache()
+        for entry in cache:
+            entry.trim(len(tokens))
+        times.append(timed_extend(model, cache, tokens))
+    return statistics.median(times[1:])
 
 
 def break_even(rows: Sequence[dict[str, Any]], kind: str) -> dict[str, Any] | None:
