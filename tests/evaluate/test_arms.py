@@ -1,15 +1,21 @@
-"""Loss after a prefix, against one forward pass over the whole document."""
+"""The arms: controls, and losses against one forward pass over the whole document."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 import zoo
+from eval_problems import identity
+from fit_problems import save_model
 
 from kvgraft.errors import EvaluationError
+from kvgraft.evaluate import arms
 from kvgraft.evaluate.arms import ArmResult, run_arms
 from kvgraft.models.forward import continuation_nll, prefill
+from kvgraft.models.probe import read_geometry
 
 PREFIX = 20
 
@@ -86,3 +92,26 @@ def test_documents_that_are_too_short_are_refused(model, documents):
 def test_half_precision_models_are_scored_in_float32(documents):
     model = zoo.make("qwen3", mx.bfloat16)
     assert continuation_nll(model, None, documents[0]).dtype == np.float32
+
+
+def test_random_maps_have_the_shape_and_size_of_the_fitted(tmp_path):
+    mapper = identity(save_model(tmp_path / "model"))
+    noise = arms.random_mapper(mapper, 0)
+    for m in mapper.layers:
+        got, again = noise.read_layer(m.target_layer), noise.read_layer(m.target_layer)
+        other = arms.random_mapper(mapper, 1).read_layer(m.target_layer)
+        assert got.keys.weight.shape == m.keys.weight.shape
+        rms = [float(mx.sqrt((x.keys.weight**2).mean()).item()) for x in (got, m)]
+        assert rms[0] == pytest.approx(rms[1], rel=0.1)
+        assert mx.array_equal(got.keys.weight, again.keys.weight)
+        assert not mx.array_equal(got.keys.weight, other.keys.weight)
+        assert not mx.array_equal(got.keys.weight, got.values.weight)
+    assert m.keys.weight is not None, "the fitted weights stay"
+
+
+def test_shapes_that_differ_have_no_raw_arm():
+    a = read_geometry(zoo.make("qwen3"))
+    a, b = (replace(a, layers=a.layers[:1] * n) for n in (2, 3))
+    assert arms.raw_layers(a, b) == [0, 0, 1] and arms.raw_layers(b, a) == [0, 2]
+    wide = replace(a, layers=(replace(a.layers[0], key_dim=32),) * 2)
+    assert arms.raw_layers(wide, a) is None
