@@ -20,7 +20,7 @@ from kvgraft.evaluate.needle import SWITCHES
 from kvgraft.evaluate.results import DocumentResult, Measurements, NeedleResult
 from kvgraft.evaluate.timing import break_even
 from kvgraft.evaluate.verdict import Facts, Verdict, judge
-from kvgraft.mapper.config import plain
+from kvgraft.mapper.config import to_json_value
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.ops import env
 
@@ -87,7 +87,7 @@ def summarise(mapper: Mapper, measured: Measurements) -> dict[str, Any]:
         "break_even": even,
         "policy": measured.policy,
     }
-    out: dict[str, Any] = plain(result, "results")
+    out: dict[str, Any] = to_json_value(result, "results")
     return out
 
 

@@ -301,7 +301,7 @@ def write_arrays(
 
 
 def read_ahead(header: Header, name: str) -> None:
-    """Ask the operating system to read a tensor into its page cache, and go on.
+    """Ask the operating system to read a tensor into its page cache, without waiting.
 
     An advice: it takes no memory of the process, and where the system knows no
     such call, or the file is gone, nothing happens.

@@ -30,7 +30,7 @@ def model_card(mapper: MapperData, nbytes: int) -> str:
         f"# Key/value mapper: {names[0]} to {names[1]}",
         "",
         f"Maps the key/value cache of **{names[0]}** into that of **{names[1]}**, so that a "
-        "conversation can go on in the second model without reading it again. One affine map "
+        "conversation can continue in the second model without re-prefill. One affine map "
         "for the keys and one for the values of each target layer, fitted in closed form "
         "(Heo et al., [arXiv:2608.03893](https://arxiv.org/abs/2608.03893)).",
         "",
@@ -40,7 +40,8 @@ def model_card(mapper: MapperData, nbytes: int) -> str:
         *_geometry_rows(mapper),
         "",
         f"{mapper.n_parameters / 1e6:.1f} M parameters in {nbytes / 1e6:.1f} MB; "
-        f"{len(mapper.layers)} target layers, each from {_span(counts)} source layers, head plan "
+        f"{len(mapper.layers)} target layers, each from {_span(counts)} source layers, head "
+        f"mapping "
         f"{' and '.join(sorted(kinds))}.",
         "",
         "## Quality",
@@ -110,7 +111,7 @@ def _quality(quality: Mapping[str, Any]) -> list[str]:
     if not quality:
         return [
             "**Not evaluated.** Nothing was measured on held-out text. Run `kvgraft eval` before "
-            "you rely on it: a mapper can be worse than starting again."
+            "you rely on it: a mapper can be worse than an empty context."
         ]
     losses, policy, text = (quality.get(name) for name in ("nll", "policy", "text"))
     if not (isinstance(losses, Mapping) and isinstance(policy, Mapping)):
@@ -132,7 +133,7 @@ def _quality(quality: Mapping[str, Any]) -> list[str]:
             rows |= {title.format(key): value for key, value in found.items()}
     even = quality.get("break_even_tokens")
     if isinstance(even, Mapping):
-        rows |= {f"faster than reading again from, tokens ({k})": v for k, v in even.items()}
+        rows |= {f"faster than re-prefill from, tokens ({k})": v for k, v in even.items()}
     rows["native tokens recommended, start and end"] = (
         f"{policy.get('head')} and {policy.get('tail')}"
     )
@@ -146,7 +147,7 @@ def _quality(quality: Mapping[str, Any]) -> list[str]:
             "",
             f"{text.get('documents')} documents from {_cell(files)}; a prefix of "
             f"{quality.get('prefix')} tokens, {quality.get('scored')} scored; "
-            f"{_cell(text.get('disjoint') or 'not proved disjoint from the calibration text')}. "
+            f"{_cell(text.get('disjoint') or 'may overlap the calibration text')}. "
             f"Measured {quality.get('date')} on {_machine(quality.get('machine'))}.",
         ]
     return lines

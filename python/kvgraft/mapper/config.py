@@ -15,7 +15,7 @@ from kvgraft.mapper.quality import Quality
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.loading import ModelIdentity
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "from_config", "plain", "to_config"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "from_config", "to_json_value", "to_config"]
 
 FORMAT = "kvgraft"
 FORMAT_VERSION = 1
@@ -74,7 +74,7 @@ def to_config(mapper: MapperData, storage: Mapping[tuple[int, str], Storage]) ->
         "fit": mapper.fit,
         "quality": mapper.quality.record,
     }
-    result: dict[str, Any] = plain(config, "mapper")
+    result: dict[str, Any] = to_json_value(config, "mapper")
     return result
 
 
@@ -85,7 +85,7 @@ def _version() -> str:
         return "unknown"
 
 
-def plain(value: Any, where: str) -> Any:
+def to_json_value(value: Any, where: str) -> Any:
     """A copy of ``value`` that JSON can hold; NaN and infinity become ``null``.
 
     Raises:
@@ -94,9 +94,9 @@ def plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(k): plain(v, f"{where}.{k}") for k, v in value.items()}
+        return {str(k): to_json_value(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return [to_json_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if hasattr(value, "item") and getattr(value, "size", 1) == 1:  # NumPy and MLX scalars
         value = value.item()
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""What a mapper is: geometries, layer maps, records. Files and transfer stand above it.
+"""What a mapper is: geometries, layer maps, records.
 
 The weights of a large pair do not fit beside two models, so a mapper read from
 disk reads one target layer when it is used (:meth:`MapperData.load_layer`) and can
@@ -186,22 +186,22 @@ def _check_map(
     else:
         if len(m.heads) != target.n_kv_heads:
             raise GeometryError(
-                f"{what}: the head plan lists {len(m.heads)} heads, the target has "
+                f"{what}: the head mapping lists {len(m.heads)} heads, the target has "
                 f"{target.n_kv_heads}."
             )
         fewest = min(layer.n_kv_heads for layer in layers)
         if any(not 0 <= g < fewest for group in m.heads for g in group):
             raise GeometryError(
-                f"{what}: the head plan {list(map(list, m.heads))} names a source head outside "
+                f"{what}: the head mapping {list(map(list, m.heads))} names a source head outside "
                 f"0..{fewest - 1}."
             )
         widths = {len(group) * sum(dims) for group in m.heads}
     if len(widths) != 1:
-        raise GeometryError(f"{what}: the head plan gives target heads different widths.")
+        raise GeometryError(f"{what}: the head mapping gives target heads different widths.")
     want = (target.n_kv_heads, widths.pop(), out_dim)
     if m.shape != want:
         raise GeometryError(
-            f"{what}: the weights are {m.shape}, the geometries and the head plan ask for {want}."
+            f"{what}: the weights are {m.shape}, the geometries and head mapping ask for {want}."
         )
     if m.weight is not None and weight_shape(m.weight) != want:
         raise GeometryError(f"{what}: weights of {weight_shape(m.weight)} where {want} are due.")

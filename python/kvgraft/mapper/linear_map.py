@@ -61,7 +61,7 @@ class LinearMap:
 
     Attributes:
         sources: Source layers, in the order of the weights' input axis.
-        heads: Source heads per target head; ``None`` is the ``full`` plan.
+        heads: Source heads per target head; ``None`` is the ``full`` mapping.
         shape: ``(n_kv_heads, in_dim, head_dim)`` of the weights.
         weight: The weights, or ``None`` while unloaded.
         bias: ``[n_kv_heads, head_dim]``, or ``None`` while unloaded.
@@ -84,8 +84,8 @@ class LinearMap:
         heads: Sequence[Sequence[int]] | None = None,
     ) -> LinearMap:
         """A loaded map; its shape is read off the weights."""
-        plan = None if heads is None else tuple(tuple(int(g) for g in group) for group in heads)
-        return cls(tuple(int(s) for s in sources), plan, weight_shape(weight), weight, bias)
+        mapping = None if heads is None else tuple(tuple(int(g) for g in group) for group in heads)
+        return cls(tuple(int(s) for s in sources), mapping, weight_shape(weight), weight, bias)
 
     @property
     def n_parameters(self) -> int:

@@ -1,6 +1,6 @@
 """A fitted mapper, with the methods that read, write and apply it.
 
-This module stands on top of its folder: the parts of a mapper are in
+This module imports the others of its folder: the parts of a mapper are in
 :mod:`kvgraft.mapper.data`, its files in :mod:`kvgraft.mapper.load`,
 :mod:`kvgraft.mapper.save` and :mod:`kvgraft.mapper.verify`.
 """

@@ -25,7 +25,7 @@ def check_pair(
 
     What is not given, or not known to the mapper, is not compared. Two models
     of one architecture that differ only in their weights (a base model and its
-    instruction tuning) can't be told apart.
+    instruction tuning) cannot be distinguished.
 
     Args:
         mapper: The mapper.

@@ -268,7 +268,7 @@ def _write_weights(
         with Writer(file, described, {**metadata, **extra}) as writer:
             for name in names:
                 found, array = next(arrays)
-                assert found == name, "tensors come in the order of the plan"
+                assert found == name, "tensors come in the order announced"
                 writer.write(name, array)
                 done += array.nbytes
                 del array

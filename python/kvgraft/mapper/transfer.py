@@ -182,8 +182,8 @@ def iter_transfer(
         available: Per source layer, the tokens whose rows it holds.
         required: Per target layer, the tokens to produce; default, all that each
             of its source layers has.
-        check_finite: Look at each source layer when it is first used, which
-            evaluates it.
+        check_finite: Check each source layer for NaN and infinity when it is first used,
+            which evaluates it.
 
     Yields:
         ``(target_layer, keys, values)``, target layers ascending.
@@ -435,7 +435,7 @@ def _frames(
                 raise CacheError(
                     f"Target layer {m.target_layer} is made for tokens {part} from source layers "
                     f"{sources}, and source layer {s} holds only tokens {available[s]} any more. "
-                    "Re-prefill, or hand over before the window has passed."
+                    "Re-prefill, or switch before the window has passed."
                 )
         if not len(part):
             raise CacheError(

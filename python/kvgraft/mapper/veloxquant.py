@@ -24,7 +24,7 @@ from kvgraft.files import atomic
 from kvgraft.files.reading import read_json_file
 from kvgraft.files.recognise import describe_folder, manifest_kind
 from kvgraft.files.safetensors import Writer, read_header
-from kvgraft.mapper.config import plain
+from kvgraft.mapper.config import to_json_value
 from kvgraft.mapper.data import MapperData
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap, Storage
@@ -172,7 +172,7 @@ def export_veloxquant(
 ) -> Path:
     """Write a mapper in VeloxQuant-MLX's format, whole or not at all.
 
-    Local and grouped head plans become full ones, with zeros for the heads that
+    Local and grouped head mappings become full ones, with zeros for the heads that
     are not used. Quantised weights become float16.
 
     Args:
@@ -280,7 +280,7 @@ def _manifest(mapper: MapperData, weights: str | None) -> dict[str, Any]:
         "format_version": 1,
         "source": source,
         "target": target,
-        "config": plain(config, "config"),
+        "config": to_json_value(config, "config"),
         "layers": [
             {
                 "target_layer": m.target_layer,
@@ -315,7 +315,7 @@ def _dtype(part: LinearMap, weights: str | None) -> str:
 
 
 def _described(m: LayerMap, mapper: MapperData, weights: str | None) -> LayerMap:
-    """The layer as it is going to be: a full plan, plain weights, not in memory."""
+    """The layer as it is going to be: a full head mapping, unquantised weights, not in memory."""
     first = mapper.source.layers[0]
     width = len(m.keys.sources) * first.n_kv_heads * first.key_dim
 
@@ -345,7 +345,7 @@ def _arrays(mapper: MapperData, described: list[LayerMap]) -> Iterator[tuple[str
 
 
 def _full(weight: mx.array, part: LinearMap, n_heads: int, dim: int) -> mx.array:
-    """Weights of a full plan: rows of heads that a target head doesn't read are zero."""
+    """Weights of a full head mapping: rows of heads that a target head doesn't read are zero."""
     if part.heads is None:
         return weight
     layers = len(part.sources)

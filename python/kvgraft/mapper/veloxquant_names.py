@@ -1,8 +1,8 @@
 """VeloxQuant-MLX's names of what a layer map holds.
 
 They are a mixin at the bottom of this folder, not part of :mod:`kvgraft.compat`:
-VeloxQuant's names are properties of the layer objects themselves, and what stands
-at the top of the package cannot add any to a class at its bottom.
+VeloxQuant's names are properties of the layer objects themselves, and a module at the
+top of the package cannot add any to a class at its bottom.
 """
 
 from __future__ import annotations

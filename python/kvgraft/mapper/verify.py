@@ -51,7 +51,7 @@ class VerifyReport:
         summary: One line about the mapper; ``""`` if it can't be opened.
         files: One entry per file.
         errors: What is wrong, as the errors that :func:`open_artifact` would raise.
-        notes: What is worth knowing and not wrong.
+        notes: Remarks that are no errors.
     """
 
     path: Path

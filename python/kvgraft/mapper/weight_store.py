@@ -124,7 +124,7 @@ class FileStore:
     """A :class:`kvgraft.mapper.layer_map.WeightStore` over safetensors files.
 
     Every read opens the file anew and keeps nothing, so that unloading a layer
-    gives its memory back. It holds no mutable state but a set of layers known
+    frees its memory. It holds no mutable state but a set of layers known
     to be finite, and may be used from several threads.
     """
 
