@@ -263,12 +263,12 @@ def test_they_read_what_we_expand(tmp_path, options, limit):
 
 @pytest.mark.parametrize("weights", ["float32", "float16", "bfloat16"])
 def test_weights_of_an_export(tmp_path, weights):
-    veloxquant.export_veloxquant(ours_like_theirs(), tmp_path / "vq", weights=weights)
+    veloxquant.export_veloxquant(ours_like_theirs(), tmp_path / "vq", weight_format=weights)
     theirs = vq.load_mapper(tmp_path / "vq")
     assert theirs.load_layer(1).w_v.dtype == getattr(mx, weights)
     assert theirs.config.dtype == weights
     with pytest.raises(GeometryError, match="exported as float32, float16, bfloat16; not 4bit"):
-        veloxquant.export_veloxquant(ours_like_theirs(), tmp_path / "vq", weights="4bit")
+        veloxquant.export_veloxquant(ours_like_theirs(), tmp_path / "vq", weight_format="4bit")
 
 
 def test_there_and_back(folder, tmp_path):

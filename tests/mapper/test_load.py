@@ -357,7 +357,7 @@ def test_saving_holds_one_layer_at_a_time(tmp_path):
     before = mx.get_active_memory()
     for weights in (None, "float16", "4bit"):
         mx.reset_peak_memory()
-        mapper.save(tmp_path / "b", weights=weights)
+        mapper.save(tmp_path / "b", weight_format=weights)
         # A layer, one map of it being converted, and buffers of the sixteen-fold smaller.
         assert mx.get_peak_memory() - before < 2.5 * layer
         assert not any(m.is_loaded for m in mapper.layers)

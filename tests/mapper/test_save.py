@@ -152,7 +152,7 @@ def test_shards_keep_to_their_size_and_the_index_says_where(tmp_path):
 def test_weights_are_stored_as_asked(tmp_path, weights, start):
     mapper = mappers.mapper(**start)
     Mapper.load(mapper.save(tmp_path / "start")).save(
-        tmp_path / "a", weights=weights, group_size=32
+        tmp_path / "a", weight_format=weights, group_size=32
     )
     loaded = Mapper.load(tmp_path / "a")
     bits = {"8bit": 8, "4bit": 4}.get(weights)
@@ -185,7 +185,7 @@ def test_four_bits_take_about_a_quarter(tmp_path):
     mapper = mappers.mapper(mappers.geometry(8, dim=64), mappers.geometry(4, dim=64), k=4)
     sizes = {}
     for weights in ("float16", "4bit"):
-        mapper.save(tmp_path / f"{weights}.safetensors", weights=weights)
+        mapper.save(tmp_path / f"{weights}.safetensors", weight_format=weights)
         sizes[weights] = sum(p.storage.nbytes(p.shape)
                              for m in Mapper.load(tmp_path / f"{weights}.safetensors").layers
                              for p in (m.keys, m.values))  # fmt: skip
@@ -195,9 +195,9 @@ def test_four_bits_take_about_a_quarter(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "int3"}, "float32, float16, bfloat16, 8bit, 4bit; not 'int3'"),
-        ({"weights": "4bit", "group_size": 128}, "64 inputs don't divide into groups of 128"),
-        ({"weights": "8bit", "group_size": 16}, "Use a group size of 32, 64 or 128"),
+        ({"weight_format": "int3"}, "float32, float16, bfloat16, 8bit, 4bit; not 'int3'"),
+        ({"weight_format": "4bit", "group_size": 128}, "64 inputs don't divide into groups of 128"),
+        ({"weight_format": "8bit", "group_size": 16}, "Use a group size of 32, 64 or 128"),
     ],
 )
 def test_impossible_storage_is_refused_before_any_work(tmp_path, options, message):
@@ -210,9 +210,9 @@ def test_weights_beyond_float16_are_refused(tmp_path):
     mapper = mappers.mapper()
     mapper.layers[1].keys.weight = mapper.layers[1].keys.weight * 1e6
     with pytest.raises(GeometryError, match="layer 1, keys: .* beyond float16's range"):
-        mapper.save(tmp_path / "a", weights="float16")
+        mapper.save(tmp_path / "a", weight_format="float16")
     assert os.listdir(tmp_path) == []
-    mapper.save(tmp_path / "a", weights="bfloat16")
+    mapper.save(tmp_path / "a", weight_format="bfloat16")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -283,13 +283,13 @@ def test_saving_over_its_own_file(folder):
     mapper = open_mapper(folder)
     mapper.load_layer(1)
     before = weights_of(mapper)
-    mapper.save(folder, weights="8bit", group_size=32)
+    mapper.save(folder, weight_format="8bit", group_size=32)
     assert mapper.layers[0].keys.on_disk.bits == 8
     mapper.unload_all()
     after = weights_of(mapper)
     assert after.keys() == before.keys()
     assert mapper.read_layer(0).keys.weight.bits == 8
-    mapper.save(folder.parent / "elsewhere", weights="float32")
+    mapper.save(folder.parent / "elsewhere", weight_format="float32")
     assert mapper.layers[0].keys.on_disk.bits == 8
 
 

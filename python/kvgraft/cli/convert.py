@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.weight_format in ("8bit", "4bit"):
             mapper.quality = Quality()  # the old one is that of other weights
-        out = save_mapper(mapper, args.out, weights=args.weight_format)
+        out = save_mapper(mapper, args.out, weight_format=args.weight_format)
     print(f"Wrote {out}")
     if args.to == "kvgraft" and args.weight_format in ("8bit", "4bit"):
         for line in _loss(open_mapper(args.mapper), open_mapper(out), args.weight_format):

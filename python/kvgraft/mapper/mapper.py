@@ -46,7 +46,7 @@ class Mapper(MapperData):
         self,
         path: str | os.PathLike[str],
         *,
-        weights: str | None = None,
+        weight_format: str | None = None,
         group_size: int = 64,
         shard_bytes: int = SHARD_BYTES,
         progress: Progress | None = None,
@@ -55,7 +55,7 @@ class Mapper(MapperData):
         return save_mapper(
             self,
             path,
-            weights=weights,
+            weight_format=weight_format,
             group_size=group_size,
             shard_bytes=shard_bytes,
             progress=progress,

@@ -50,7 +50,7 @@ def save_mapper(
     mapper: MapperData,
     path: str | os.PathLike[str],
     *,
-    weights: str | None = None,
+    weight_format: str | None = None,
     group_size: int = 64,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
@@ -66,7 +66,7 @@ def save_mapper(
             file, and dropped again.
         path: The folder; or a name that ends in ``.safetensors``, for a single
             self-describing file.
-        weights: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"8bit"`` or
+        weight_format: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"8bit"`` or
             ``"4bit"``; default as they are. Biases then become float32: they
             cost nothing, and can be large.
         group_size: Group size of quantised weights: 32, 64 or 128.
@@ -89,17 +89,17 @@ def save_mapper(
         >>> from kvgraft.demo.data import bundled
         >>> mapper = kvgraft.load_mapper(bundled("mapper"))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = kvgraft.save_mapper(mapper, f"{folder}/mapper", weights="8bit")
+        ...     path = kvgraft.save_mapper(mapper, f"{folder}/mapper", weight_format="8bit")
         ...     sorted(file.name for file in path.iterdir())
         ['README.md', 'index.json', 'mapper.safetensors', 'mapper_config.json']
     """
-    if weights not in (None, *WEIGHT_FORMATS):
+    if weight_format not in (None, *WEIGHT_FORMATS):
         raise GeometryError(
-            f"Weights can be stored as {', '.join(WEIGHT_FORMATS)}; not {weights!r}."
+            f"Weights can be stored as {', '.join(WEIGHT_FORMATS)}; not {weight_format!r}."
         )
     mapper.check()
     path = Path(path)
-    described = [_described(m, weights, group_size) for m in mapper.layers]
+    described = [_described(m, weight_format, group_size) for m in mapper.layers]
     storage = {
         (m.target_layer, kind): part.storage
         for m in described
@@ -143,21 +143,21 @@ def _is_artifact_file_or_report(name: str) -> bool:
     return is_artifact_file(name) or name == REPORT
 
 
-def _described(m: LayerMap, weights: str | None, group_size: int) -> LayerMap:
+def _described(m: LayerMap, weight_format: str | None, group_size: int) -> LayerMap:
     """The layer without weights, and with the storage it is going to have."""
     parts = []
     for kind, part in (("keys", m.keys), ("values", m.values)):
         kept = part.storage
-        if weights is not None and weights.endswith("bit"):
+        if weight_format is not None and weight_format.endswith("bit"):
             if group_size not in (32, 64, 128) or part.shape[1] % group_size:
                 raise GeometryError(
                     f"Target layer {m.target_layer}, {kind}: {part.shape[1]} inputs don't divide "
                     f"into groups of {group_size}. Use a group size of 32, 64 or 128 that does, or "
                     "store these weights as float16."
                 )
-            kept = Storage("float16", int(weights[0]), group_size)
-        elif weights is not None:
-            kept = Storage(weights)
+            kept = Storage("float16", int(weight_format[0]), group_size)
+        elif weight_format is not None:
+            kept = Storage(weight_format)
         parts.append(replace(part, weight=None, bias=None, on_disk=kept))
     return replace(m, keys=parts[0], values=parts[1])
 

@@ -168,7 +168,7 @@ def _layer(
 
 
 def export_veloxquant(
-    mapper: MapperData, path: str | os.PathLike[str], *, weights: str | None = None
+    mapper: MapperData, path: str | os.PathLike[str], *, weight_format: str | None = None
 ) -> Path:
     """Write a mapper in VeloxQuant-MLX's format, whole or not at all.
 
@@ -178,7 +178,7 @@ def export_veloxquant(
     Args:
         mapper: The mapper.
         path: The folder; an existing VeloxQuant artifact there is replaced.
-        weights: ``"float32"``, ``"float16"`` or ``"bfloat16"``; default as they
+        weight_format: ``"float32"``, ``"float16"`` or ``"bfloat16"``; default as they
             are, or float16 if quantised.
 
     Returns:
@@ -189,11 +189,13 @@ def export_veloxquant(
         FormatError: If something else is in the way.
         ArtifactWriteError: If the disk is full, or writing is not permitted.
     """
-    if weights not in (None, *FILE_DTYPES):
-        raise GeometryError(f"Weights can be exported as {', '.join(FILE_DTYPES)}; not {weights}.")
+    if weight_format not in (None, *FILE_DTYPES):
+        raise GeometryError(
+            f"Weights can be exported as {', '.join(FILE_DTYPES)}; not {weight_format}."
+        )
     mapper.check()
-    manifest = _manifest(mapper, weights)
-    described = [_described(m, mapper, weights) for m in mapper.layers]
+    manifest = _manifest(mapper, weight_format)
+    described = [_described(m, mapper, weight_format) for m in mapper.layers]
     tensors = expected_tensors(described, tensor_names)
     nbytes = sum(p.storage.nbytes(p.shape) for m in described for p in (m.keys, m.values))
     ours = (MANIFEST, WEIGHTS).__contains__
@@ -250,7 +252,7 @@ def _spec(side: str, geometry: ModelGeometry) -> dict[str, Any]:
     }
 
 
-def _manifest(mapper: MapperData, weights: str | None) -> dict[str, Any]:
+def _manifest(mapper: MapperData, weight_format: str | None) -> dict[str, Any]:
     source, target = _spec("source", mapper.source), _spec("target", mapper.target)
     if (source["n_kv_heads"], source["head_dim"]) != (target["n_kv_heads"], target["head_dim"]):
         raise GeometryError(
@@ -274,7 +276,7 @@ def _manifest(mapper: MapperData, weights: str | None) -> dict[str, Any]:
         "stride": 0,
         **_known(mapper.fit.get("veloxquant_config")),
         "content_space": mapper.content_space,
-        "dtype": _dtype(mapper.layers[0].keys, weights),
+        "dtype": _dtype(mapper.layers[0].keys, weight_format),
     }
     return {
         "format_version": 1,
@@ -309,18 +311,18 @@ def _gram_lambda(fit: Mapping[str, Any]) -> float:
     return float(value)
 
 
-def _dtype(part: LinearMap, weights: str | None) -> str:
+def _dtype(part: LinearMap, weight_format: str | None) -> str:
     storage = part.storage
-    return weights or ("float16" if storage.bits is not None else storage.dtype)
+    return weight_format or ("float16" if storage.bits is not None else storage.dtype)
 
 
-def _described(m: LayerMap, mapper: MapperData, weights: str | None) -> LayerMap:
+def _described(m: LayerMap, mapper: MapperData, weight_format: str | None) -> LayerMap:
     """The layer as it is going to be: a full head mapping, unquantised weights, not in memory."""
     first = mapper.source.layers[0]
     width = len(m.keys.sources) * first.n_kv_heads * first.key_dim
 
     def of(part: LinearMap) -> LinearMap:
-        storage = Storage(_dtype(part, weights), bias_dtype=part.storage.bias_dtype)
+        storage = Storage(_dtype(part, weight_format), bias_dtype=part.storage.bias_dtype)
         shape = (part.shape[0], width, part.shape[2])
         return LinearMap(part.sources, None, shape, on_disk=storage)
 
