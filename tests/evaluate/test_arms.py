@@ -113,5 +113,5 @@ def test_shapes_that_differ_have_no_raw_arm():
     a = read_geometry(zoo.make("qwen3"))
     a, b = (replace(a, layers=a.layers[:1] * n) for n in (2, 3))
     assert arms.raw_layers(a, b) == [0, 0, 1] and arms.raw_layers(b, a) == [0, 2]
-    wide = replace(a, layers=(replace(a.layers[0], key_dim=32),) * 2)
+    wide = replace(a, layers=(replace(a.layers[0], key_dim=64),) * 2)
     assert arms.raw_layers(wide, a) is None
