@@ -16,16 +16,15 @@ import mlx.nn as nn
 import numpy as np
 import oracle
 import pytest
-from fit_problems import direct, geometry, noise, prose, save_model, side_by_side, tokenizer
+from fit_problems import direct, prose, same_maps, save_model, side_by_side, tokenizer
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.cache.map import map_cache
-from kvgraft.errors import FitError, GeometryError, TokenizerMismatchError, UnsupportedModelError
+from kvgraft.errors import FitError, TokenizerMismatchError, UnsupportedModelError
 from kvgraft.fit import (
     FitConfig,
     GatheredMoments,
     fit,
-    fit_arrays,
     fit_mapper,
     gather_moments,
     plan_fit_memory,
@@ -58,15 +57,6 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def pair(folder):
     return load_model(folder / "source"), load_model(folder / "target")
-
-
-def same_maps(a: Mapper, b: Mapper, tolerance: float = 0.0) -> None:
-    for x, y in zip(a.layers, b.layers, strict=True):
-        for p, q in ((x.keys, y.keys), (x.values, y.values)):
-            assert p.sources == q.sources and p.heads == q.heads
-            for u, v in ((p.weight, q.weight), (p.bias, q.bias)):
-                size = float(mx.abs(v).max())
-                assert float(mx.abs(u - v).max()) <= tolerance * size
 
 
 def cached(model, tokens) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -646,44 +636,6 @@ def test_too_little_text_is_refused(folder, pair, tmp_path):
         fit_mapper(*pair, text, replace(CONFIG, skip=8))
 
 
-# -------------------------------------------------------------- captured elsewhere
-
-
-def arrays(geo: ModelGeometry, rows, rope: RopeSpec | None, at: np.ndarray):
-    """``(keys with RoPE, values)`` per layer."""
-    out = []
-    for k, v in zip(rows.keys, rows.values):
-        turned = k if rope is None else oracle.rotate(k, at, rope)
-        out.append((mx.array(turned.astype(np.float32)), mx.array(v)))
-    return out
-
-
-@pytest.mark.parametrize("content_space", [True, False])
-@pytest.mark.parametrize("plan", ["full", "local"])
-def test_fit_on_arrays(content_space, plan):
-    rope = RopeSpec(8, base=1e4)
-    plain = geometry(3, 2, 8)
-    geo = ModelGeometry(tuple(replace(g, rope=rope) for g in plain.layers), "float32")
-    rng = np.random.default_rng(0)
-    source, target = noise(plain, 300, rng), noise(plain, 300, rng)
-    for t in range(3):  # a relation in content space
-        for h in range(2):
-            target.keys[t][h] = source.keys[t][h] @ rng.standard_normal((8, 8)).astype("f4")
-            target.values[t][h] = 2 * source.values[t][h]
-    at = np.arange(300) * 7 % 1000
-    pairs = [arrays(geo, rows, rope, at) for rows in (source, target)]
-    config = FitConfig(k=1, head_mapping=plan, content_space=content_space, weight_format="float32")
-    mapper = fit_arrays(*pairs, geo, geo, mx.array(at), config)
-    assert mapper.content_space == content_space
-    for m in mapper.layers:
-        assert m.r2_v > 0.999
-        assert (m.r2_k > 0.999) == content_space  # a fixed map cannot follow the rotation
-    if content_space:
-        assert mapper.layers[2].keys.sources == (2,)
-        by_layer = fit_arrays(dict(enumerate(pairs[0])), pairs[1], geo, geo, mx.array(at), config)
-        same_maps(by_layer, mapper)
-
-
 def test_more_source_layers_than_there_are(folder, pair, tmp_path):
     """As VeloxQuant does, all are taken; but not without a word."""
     config = replace(CONFIG, k=9, k_values=2)
@@ -694,31 +646,3 @@ def test_more_source_layers_than_there_are(folder, pair, tmp_path):
     ]
     assert (mapper.fit["k"], mapper.fit["k_values"]) == (3, 2)
     assert mapper.layers[0].keys.sources == (0, 1, 2)
-    geo = geometry(2, 2, 4)
-    given = arrays(geo, noise(geo, 40, np.random.default_rng(0)), None, np.arange(40))
-    with pytest.warns(UserWarning, match="^k_values is 5, and the source has 2 layers") as seen:
-        mapper = fit_arrays(given, given, geo, geo, None, FitConfig(k=1, k_values=5))
-    assert mapper.fit["k_values"] == 2
-
-
-def test_arrays_that_do_not_fit_are_refused():
-    geo = geometry(2, 2, 4)
-    rows = noise(geo, 40, np.random.default_rng(0))
-    good = arrays(geo, rows, None, np.arange(40))
-    config = FitConfig(k=1)
-    with pytest.raises(GeometryError, match="2 layers, got 1"):
-        fit_arrays(good[:1], good, geo, geo, None, config)
-    with pytest.raises(GeometryError, match=r"missing are \[1\]"):
-        fit_arrays(good, {0: good[0]}, geo, geo, None, config)
-    with pytest.raises(GeometryError, match="layer 1 must be keys"):
-        fit_arrays([good[0], (good[1][0][:1], good[1][1])], good, geo, geo, None, config)
-    with pytest.raises(GeometryError, match="different numbers of tokens"):
-        fit_arrays([(k[:, :9], v[:, :9]) for k, v in good], good, geo, geo, None, config)
-    with pytest.raises(GeometryError, match="need 40 positions"):
-        fit_arrays(good, good, geo, geo, mx.arange(3), config)
-    with pytest.raises(FitError, match="too few"):
-        few = [(k[:, :2], v[:, :2]) for k, v in good]
-        fit_arrays(few, few, geo, geo, None, config)
-    bad = [(k, mx.full(v.shape, float("inf"))) for k, v in good]
-    with pytest.raises(FitError, match="source model's values of layer 0"):
-        fit_arrays(bad, good, geo, geo, None, config)

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from kvgraft.fit import FeatureRows, FitConfig, Moments
+from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.rope import NO_ROPE
 
@@ -212,3 +213,12 @@ def problem(source_geo, target_geo, *, rows=ROWS, error=0.3, local=False, seed=1
     n = len(source_geo.layers)
     sources = [[t % n, (t + 1) % n] for t in range(len(target_geo.layers))]
     return source, linear(source, target_geo, sources, rng, error=error, local=local)
+
+
+def same_maps(a: Mapper, b: Mapper, tolerance: float = 0.0) -> None:
+    for x, y in zip(a.layers, b.layers, strict=True):
+        for p, q in ((x.keys, y.keys), (x.values, y.values)):
+            assert p.sources == q.sources and p.heads == q.heads
+            for u, v in ((p.weight, q.weight), (p.bias, q.bias)):
+                size = float(mx.abs(v).max())
+                assert float(mx.abs(u - v).max()) <= tolerance * size

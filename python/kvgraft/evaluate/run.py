@@ -29,7 +29,7 @@ from kvgraft.mapper.config import to_config
 from kvgraft.mapper.mapper import Mapper, open_mapper
 from kvgraft.mapper.pair import check_pair
 from kvgraft.models.handle import ModelHandle, choose_dtype
-from kvgraft.models.loading import LoadedModel, ModelIdentity, check_tokenizers
+from kvgraft.models.loading import ModelIdentity, ModelLike, check_tokenizers
 from kvgraft.option_names import named
 from kvgraft.progress import Progress, StepCounter
 from kvgraft.text.heldout import read_heldout
@@ -37,7 +37,6 @@ from kvgraft.text.heldout import read_heldout
 __all__ = ["Evaluation", "evaluate_mapper", "mapper_digest", "measure"]
 
 PathLike = str | os.PathLike[str]
-ModelLike = LoadedModel | PathLike
 
 _QUESTION = 64  # tokens that a needle's question and answer may take
 

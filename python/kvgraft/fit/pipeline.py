@@ -25,7 +25,7 @@ from kvgraft.fit.features import KINDS
 from kvgraft.fit.gather import WHO, GatheredMoments, Gatherer, SourceDocuments, open_checkpoint
 from kvgraft.fit.layer_ranking import score_layers
 from kvgraft.fit.memory_plan import FitMemoryPlan, solve_bytes
-from kvgraft.fit.prepare import FitJob, ModelLike, Text, prepare
+from kvgraft.fit.prepare import FitJob, Text, prepare
 from kvgraft.fit.search import choose, trace, with_own
 from kvgraft.fit.solve import heldout_scores, mean_scores
 from kvgraft.fit.time_estimate import FitTime, estimate_time, measure_blas
@@ -33,6 +33,7 @@ from kvgraft.fit.tune import KEPT_BYTES, tune
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.mapper.save import check_destination
 from kvgraft.models.handle import ModelHandle
+from kvgraft.models.loading import ModelLike
 from kvgraft.option_names import named
 from kvgraft.progress import Progress, StepCounter
 

@@ -25,15 +25,12 @@ from kvgraft.fit.weight_format import storage_problem
 from kvgraft.models.attention_hook import can_capture
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.handle import ModelHandle, default_dtype
-from kvgraft.models.loading import LoadedModel, check_tokenizers
+from kvgraft.models.loading import ModelLike, check_tokenizers
 from kvgraft.option_names import named
 from kvgraft.text.corpus import CalibrationText, read_text
 from kvgraft.text.sources import TextLike, check_sources
 
-__all__ = ["FitJob", "ModelLike", "Text", "prepare"]
-
-ModelLike = LoadedModel | str | os.PathLike[str]
-"""A loaded model, or a folder or repository to load it from."""
+__all__ = ["FitJob", "Text", "prepare"]
 
 Text = CalibrationText | TextLike | Sequence[TextLike]
 """Calibration text: files (see :class:`TextSource`), or text that is tokenised already."""

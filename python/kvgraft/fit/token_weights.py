@@ -100,10 +100,10 @@ def _sensitivities(
     k, v = call.keys.astype(mx.float32)[:, None], call.values.astype(mx.float32)[:, None]
     logits = scale * (q @ k.swapaxes(-1, -2))
     positions = mx.arange(n_tokens)
-    seen = positions[None] <= at[:, None]
+    visible = positions[None] <= at[:, None]
     if window is not None:
-        seen = mx.logical_and(seen, positions[None] > at[:, None] - window)
-    logits = mx.where(seen, logits, -mx.inf)
+        visible = mx.logical_and(visible, positions[None] > at[:, None] - window)
+    logits = mx.where(visible, logits, -mx.inf)
     attention = attention_weights(logits, call.sinks)
     out = attention @ v
     # The token at the boundary is read natively: it has no error to weigh.

@@ -23,6 +23,7 @@ from kvgraft.errors import ModelNotFoundError, TokenizerMismatchError, Unsupport
 __all__ = [
     "LoadedModel",
     "ModelIdentity",
+    "ModelLike",
     "check_tokenizers",
     "identify",
     "load_model",
@@ -114,6 +115,10 @@ class LoadedModel:
     def identity(self) -> ModelIdentity:
         """The model's :class:`ModelIdentity`."""
         return identify(self.path, self.model, self.tokenizer, name=self.name)
+
+
+ModelLike = LoadedModel | str | os.PathLike[str]
+"""A loaded model, or a folder or repository to load it from."""
 
 
 def resolve_model(path_or_repo: str | os.PathLike[str]) -> Path:
