@@ -29,7 +29,6 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from kvgraft import map_layer
 from kvgraft.cache import build_cache, read_cache
 from kvgraft.cache.map import map_cache
 from kvgraft.errors import CacheError, GeometryError, KvgraftError, UnsupportedCacheError
@@ -41,6 +40,7 @@ from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.probe import read_geometry
 from kvgraft.models.rope import RopeSpec
+from kvgraft.ops.fused import map_layer
 
 H, D = 2, 16
 ROPE = RopeSpec(D, base=1e4)
