@@ -1,53 +1,41 @@
-"""Every kind of mlx-lm cache, read and built, on every mlx-lm that is supported."""
+"""Building mlx-lm's cache objects, on every mlx-lm that is supported."""
 
 from __future__ import annotations
 
-import random
+import copy
+import threading
 from typing import Any
 
 import mlx.core as mx
 import pytest
-import zoo
-from identity import identity_mapper
-from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import (
-    ArraysCache,
-    BatchKVCache,
-    CacheList,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from kvgraft.cache import SizeLimit, build_cache, is_mapped, quantization, read_cache, trim
-from kvgraft.cache.map import map_cache
-from kvgraft.cache.required_ranges import required_ranges
-from kvgraft.errors import CacheError, GeometryError, UnsupportedCacheError
-from kvgraft.mapper.layer_map import LayerMap
-from kvgraft.mapper.linear_map import LinearMap
-from kvgraft.mapper.mapper import Mapper
+from kvgraft.cache import SizeLimit, build_cache, read_cache
+from kvgraft.errors import CacheError, GeometryError
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
-from kvgraft.models.probe import read_geometry
 from kvgraft.models.rope import RopeSpec
 from kvgraft.models.token_ranges import TokenRanges
 
-H, D = 2, 32
-WINDOW = zoo.WINDOW
+H, D = 2, 8
+PLAIN = ModelGeometry((LayerGeometry(H, D, D, RopeSpec(D, base=1e4)),) * 3, "float32", "toy")
 
 
-def tokens(n: int, seed: int = 0, batch: int = 1) -> mx.array:
-    return mx.random.randint(0, zoo.VOCAB, (batch, n), key=mx.random.key(1000 + seed))
+def filled(
+    n: int, *, batch: int = 1, layers: int = 3, dtype: mx.Dtype = mx.float32, seed: int = 0
+) -> list[KVCache]:
+    """A native cache of random tokens, padded as mlx-lm pads it."""
+    caches = []
+    for layer in range(layers):
+        entry = KVCache()
+        key = mx.random.key(seed + layer)
+        k = mx.random.normal((batch, H, n, D), key=key).astype(dtype)
+        entry.update_and_fetch(k, -k)
+        caches.append(entry)
+    return caches
 
 
-def fill(model: Any, cache: list[Any], lengths: list[int], seed: int = 0) -> list[Any]:
-    """Let a model read text in calls of the given lengths."""
-    ids = tokens(sum(lengths), seed)
-    done = 0
-    for n in lengths:
-        mx.eval(model(ids[:, done : done + n], cache=cache))
-        done += n
-    return cache
+def arrays(n: int, *, layers: int = 3, **kwargs: Any) -> list[tuple[mx.array, mx.array]]:
+    return read_cache(filled(n, layers=layers, **kwargs)).layers
 
 
 def geometry(layers: int = 1, *, window: int | None = None, dim: int = D) -> ModelGeometry:
@@ -65,439 +53,149 @@ def numbers(x: mx.array) -> list[int]:
     return [int(v) for v in x[0, 0, :, 0].tolist()]
 
 
-def close(a: mx.array, b: mx.array) -> bool:
-    return bool(mx.allclose(a.astype(mx.float32), b.astype(mx.float32), atol=2e-4).item())
+@pytest.mark.parametrize("n", [3, 256])
+def test_built_caches_share_nothing(n: int) -> None:
+    # Two caches holding one array object write into each other.
+    pairs = arrays(n)
+    first, second = build_cache(PLAIN, pairs), build_cache(PLAIN, pairs)
+    for a, b, (k, v) in zip(first, second, pairs, strict=True):
+        assert a.keys is not k and a.values is not v and a.keys is not b.keys
+    kept = [mx.array(k) for k, _ in pairs]
+    row = mx.ones((1, H, 1, D))
+    for a, b in zip(first, second, strict=True):
+        a.update_and_fetch(7 * row, 7 * row)
+        b.update_and_fetch(9 * row, 9 * row)
+        a.keys[..., :1, :] = 5.0
+        assert a.keys[0, 0, n, 0].item() == 7 and b.keys[0, 0, n, 0].item() == 9
+        assert b.keys[0, 0, 0, 0].item() != 5
+    for (k, _), want in zip(pairs, kept, strict=True):
+        assert mx.array_equal(k, want)
 
 
-# ------------------------------------------------------------------------ held
+def test_a_branch_of_a_built_cache_is_independent() -> None:
+    built = build_cache(PLAIN, arrays(3))
+    branch = copy.deepcopy(built)
+    row = mx.ones((1, H, 1, D))
+    built[0].update_and_fetch(7 * row, 7 * row)
+    branch[0].update_and_fetch(9 * row, 9 * row)
+    assert built[0].keys[0, 0, 3, 0].item() == 7
 
 
-def test_held_tokens() -> None:
-    assert TokenRanges.last(5, 8, 4) == TokenRanges.all(5)
-    dropped = TokenRanges.last(20, 8, 4)
-    assert dropped.ranges == ((0, 4), (16, 20)) and len(dropped) == 8 and dropped.stop == 20
-    assert dropped.positions.tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
-    assert str(dropped) == "0…3, 16…19"
-    assert TokenRanges.all(20).covers(dropped) and not dropped.covers(TokenRanges.all(20))
-    assert dropped & TokenRanges.last(20, 3) == TokenRanges.last(20, 3)
-    assert (TokenRanges.last(20, 3) & TokenRanges.all(10)).ranges == ()
-    rows = mx.arange(20)[:, None]
-    assert TokenRanges.all(20).take(dropped, rows)[:, 0].tolist() == dropped.positions.tolist()
-    part = TokenRanges.of([(2, 4), (17, 19)])
-    assert dropped.take(part, dropped.positions[:, None])[:, 0].tolist() == [2, 3, 17, 18]
+def test_built_arrays_are_evaluated() -> None:
+    # A lazy array made in one thread fails in another.
+    lazy = [(k * 2 + 1, v * 2 + 1) for k, v in arrays(4)]
+    built = build_cache(PLAIN, lazy)
+    seen: list[Any] = []
+
+    def use() -> None:
+        try:
+            seen.append([float(entry.keys.sum()) for entry in built])
+        except Exception as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert seen == [[float(entry.keys.sum()) for entry in built]]
 
 
-# ------------------------------------------------------------------- quantised
+def test_views_build_the_same_cache() -> None:
+    plain = arrays(6)
+    want = build_cache(PLAIN, plain)
+
+    def padded(x: mx.array) -> mx.array:
+        return mx.concatenate([x, mx.full((1, H, 250, D), 9.0)], axis=2)[..., :6, :]
+
+    def transposed(x: mx.array) -> mx.array:
+        return mx.contiguous(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+
+    def reversed_twice(x: mx.array) -> mx.array:
+        return mx.contiguous(x[..., ::-1, :])[..., ::-1, :]
+
+    def strided(x: mx.array) -> mx.array:
+        return mx.repeat(x, 2, axis=2)[:, :, ::2]
+
+    def unbatched(x: mx.array) -> mx.array:
+        return x[0]
+
+    for view in (padded, transposed, reversed_twice, strided, unbatched):
+        got = build_cache(PLAIN, [(view(k), view(v)) for k, v in plain])
+        for a, b in zip(got, want, strict=True):
+            assert mx.array_equal(a.keys, b.keys) and mx.array_equal(a.values, b.values)
+            assert a.keys.shape == (1, H, 6, D) and a.offset == 6
 
 
-@pytest.mark.parametrize("n", [1, 255, 256, 257])
-@pytest.mark.parametrize(("group", "bits"), [(32, 4), (32, 8), (64, 6), (64, 5), (128, 3)])
-def test_quantised_caches_are_dequantised(n: int, group: int, bits: int) -> None:
-    plain = KVCache()
-    k = mx.random.normal((1, H, n, 128)).astype(mx.bfloat16)
-    plain.update_and_fetch(k, -k)
-    quantized = plain.to_quantized(group_size=group, bits=bits)
-    assert quantized.keys[0].shape[2] >= n
-    snapshot = read_cache([quantized], geometry(dim=128))
-    want = mx.dequantize(*mx.quantize(k, group_size=group, bits=bits), group_size=group, bits=bits)
-    assert snapshot.offset == n and snapshot.keys[0].dtype == mx.bfloat16
-    assert mx.array_equal(snapshot.keys[0], want)
-    assert snapshot.rows[0].keys.shape == (1, H, n, 128)
+def test_layers_may_come_one_by_one() -> None:
+    pairs = arrays(4)
+    built = build_cache(PLAIN, (pair for pair in pairs))
+    assert [entry.offset for entry in built] == [4, 4, 4]
+    with pytest.raises(GeometryError, match="3 caches, got arrays for 2"):
+        build_cache(PLAIN, (pair for pair in pairs[:2]))
+    with pytest.raises(GeometryError, match="3 caches, got arrays for 4"):
+        build_cache(PLAIN, (pair for pair in [*pairs, pairs[0]]))
 
 
-def test_a_quantised_cache_that_grew_by_itself_is_read() -> None:
-    model = zoo.make("qwen3")  # heads of 32
-    cache = fill(model, make_prompt_cache(model), [5])
-    quantized = [entry.to_quantized(group_size=32, bits=8) for entry in cache]
-    fill(model, quantized, [1, 260, 1])
-    snapshot = read_cache(quantized, read_geometry(model))
-    assert snapshot.offset == 267
-    for entry, (k, v) in zip(quantized, snapshot.layers, strict=True):
-        for packed, got in ((entry.keys, k), (entry.values, v)):
-            want = mx.dequantize(*packed, group_size=32, bits=8)[:, :, :267]
-            assert mx.array_equal(got, want)
+def test_stored_in_the_dtype_that_the_target_writes() -> None:
+    half = ModelGeometry(PLAIN.layers, "bfloat16", "toy")
+    built = build_cache(half, arrays(3))
+    assert {entry.keys.dtype for entry in built} == {mx.bfloat16}
+    # and stays in it when the buffer grows
+    row = mx.ones((1, H, 1, D), dtype=mx.bfloat16)
+    k, v = built[0].update_and_fetch(row, row)
+    assert k.dtype == v.dtype == mx.bfloat16
+    assert build_cache(half, arrays(3), dtype=mx.float16)[0].keys.dtype == mx.float16
 
 
-def test_later_writes_to_a_quantised_source_do_not_show() -> None:
-    plain = KVCache()
-    plain.update_and_fetch(mx.ones((1, H, 3, D)), mx.ones((1, H, 3, D)))
-    quantized = plain.to_quantized(group_size=32, bits=8)
-    snapshot = read_cache([quantized])
-    for part in quantized.keys:
-        part[..., :3, :] = 0
-    assert mx.allclose(snapshot.keys[0], mx.ones((1, H, 3, D)))
+@pytest.mark.parametrize("given", [mx.float32, mx.bfloat16])
+def test_values_beyond_float16_are_clamped(given: mx.Dtype) -> None:
+    big = mx.zeros((1, H, 2, D))
+    big[0, 0, 0, :4] = mx.array([6e4, 7e4, -1e9, 65504.0])
+    pairs = [(big.astype(given), -big.astype(given))] * 3
+    built = build_cache(PLAIN, pairs, dtype=mx.float16)
+    for entry in built:
+        assert mx.isfinite(entry.keys).all() and mx.isfinite(entry.values).all()
+        got = entry.keys[0, 0, 0, :4].astype(mx.float32)
+        assert got[1].item() == 65504 and got[2].item() == -65504
+        assert abs(got[0].item() - 6e4) < 256
 
 
-@pytest.mark.parametrize("bits", [4, 5, 8])
-def test_built_quantised_as_mlx_lm_does_it(bits: int) -> None:
-    model = zoo.make("qwen3", mx.bfloat16)
-    at = read_geometry(model)
-    native = fill(model, make_prompt_cache(model), [9])
-    built = build_cache(at, read_cache(native, at).layers, kv_bits=bits, kv_group_size=32)
-    want = [entry.to_quantized(group_size=32, bits=bits) for entry in native]
-    for mine, theirs in zip(built, want, strict=True):
-        assert type(mine) is type(theirs) and mine.offset == theirs.offset == 9
-        for a, b in zip((*mine.keys, *mine.values), (*theirs.keys, *theirs.values), strict=True):
-            assert a.shape[2] == 9 and mx.array_equal(a, b[:, :, :9])
-    for step, n in enumerate((1, 3, 1)):
-        ids = tokens(n, seed=step)
-        assert mx.array_equal(model(ids, cache=built), model(ids, cache=want))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("which", [0, 1])
+def test_values_that_are_not_finite_are_refused(bad: float, which: int) -> None:
+    pairs = [[mx.array(k), mx.array(v)] for k, v in arrays(3)]
+    pairs[1][which][0, 1, 2, 3] = bad
+    with pytest.raises(CacheError, match="Layer 1 holds NaN or infinite"):
+        build_cache(PLAIN, [(k, v) for k, v in pairs], dtype=mx.float16)
 
 
-@pytest.mark.parametrize(
-    ("dim", "group", "bits", "message"),
-    [
-        (96, 64, 8, "head_dim of 96.*use 32"),
-        (80, 64, 4, "leave out kv_bits"),
-        (64, 48, 4, "use 32 or 64"),
-        (64, 64, 7, "kv_bits is one of .*, not 7"),
-    ],
-)
-def test_quantisation_that_does_not_fit_is_refused(
-    dim: int, group: int, bits: int, message: str
-) -> None:
-    x = mx.ones((1, H, 3, dim))
-    with pytest.raises(GeometryError, match=message):
-        build_cache(geometry(dim=dim), [(x, x)], kv_bits=bits, kv_group_size=group)
-
-
-def test_sliding_caches_are_not_quantised() -> None:
-    x = mx.ones((1, H, 3, D))
-    for at, size_limit in ((geometry(window=8), None), (geometry(), SizeLimit(8, 4))):
-        with pytest.raises(GeometryError, match="sliding layers or with max_kv_size"):
-            build_cache(at, [(x, x)], kv_bits=8, kv_group_size=32, size_limit=size_limit)
-
-
-def test_packed_numbers_that_are_not_what_they_say_are_refused() -> None:
-    plain = KVCache()
-    plain.update_and_fetch(mx.ones((1, H, 3, 64)), mx.ones((1, H, 3, 64)))
-
-    def quantized() -> Any:
-        return plain.to_quantized(group_size=32, bits=8)
-
-    wrong = quantized()
-    wrong.bits = 4
-    with pytest.raises(CacheError, match="are not 4-bit numbers in groups of 32"):
-        read_cache([wrong])
-    two = quantized()
-    two.values = two.values[:2]
-    with pytest.raises(UnsupportedCacheError, match="three arrays"):
-        read_cache([two])
-    mixed = quantized()
-    mixed.values = plain.values
-    with pytest.raises(CacheError, match="only one of keys and values"):
-        read_cache([mixed])
-    trimmed = quantized()
-    trimmed.trim(-600)
-    with pytest.raises(CacheError, match="have room for 256"):
-        read_cache([trimmed])
-    # Tuples inside a plain cache, as some forks do.
-    plain.keys, plain.values = quantized().keys, quantized().values
-    with pytest.raises(UnsupportedCacheError, match="doesn't say how they are packed"):
-        read_cache([plain])
-
-
-# ----------------------------------------------------------------------- rings
-
-
-def lengths(n: int, how: str) -> list[int]:
-    if how == "at once":
-        return [n]
-    if how == "one by one":
-        return [1] * n
-    rng = random.Random(n)
-    parts = []
-    while sum(parts) < n:
-        parts.append(min(rng.choice([1, 1, 1, 2, 3, 5, 11]), n - sum(parts)))
-    return parts
-
-
-@pytest.mark.parametrize("how", ["at once", "one by one", "mixed"])
-@pytest.mark.parametrize("n", [1, 3, 7, 8, 9, 12, 15, 16, 17, 24, 40, 300])
-@pytest.mark.parametrize(("size", "keep"), [(8, 0), (8, 4), (12, 1), (280, 4)])
-def test_a_ring_is_read_in_the_order_of_the_text(n: int, how: str, size: int, keep: int) -> None:
-    ring, done = RotatingKVCache(max_size=size, keep=keep), 0
-    for step in lengths(n, how):
-        rows = numbered(done, done + step)
-        ring.update_and_fetch(rows, -rows)
-        done += step
-    snapshot = read_cache([ring])
-    held = snapshot.token_ranges[0]
-    assert numbers(snapshot.keys[0]) == held.positions.tolist()
-    assert numbers(-snapshot.values[0]) == held.positions.tolist()
-    assert snapshot.offset == n and held.covers(TokenRanges.last(n, size, keep))
-    if how == "at once":
-        assert held == TokenRanges.all(n)
-
-
-def test_a_ring_trimmed_before_it_was_full_is_read() -> None:
-    ring = RotatingKVCache(max_size=16)
-    ring.update_and_fetch(numbered(0, 10), numbered(0, 10))
-    ring.trim(4)
-    assert numbers(read_cache([ring]).keys[0]) == [0, 1, 2, 3, 4, 5]
-    ring.update_and_fetch(numbered(6, 7), numbered(6, 7))
-    assert numbers(read_cache([ring]).keys[0]) == [0, 1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"_idx": -1},
-        {"_idx": 0},
-        {"_idx": 2},
-        {"_idx": 99},
-        {"offset": 3},
-        {"_idx": 6, "offset": 18, "max_size": 16},
-        {"keep": 8},
-        {"keep": -1},
-        {"_idx": 2.5},
-    ],
-    ids=str,
-)
-def test_rings_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
-    ring = RotatingKVCache(max_size=8, keep=2)
-    for i in range(20):
-        ring.update_and_fetch(numbered(i, i + 1), numbered(i, i + 1))
-    assert numbers(read_cache([ring]).keys[0]) == [0, 1, 14, 15, 16, 17, 18, 19]
-    for name, value in change.items():
-        setattr(ring, name, value)
-    with pytest.raises(CacheError):
-        read_cache([ring])
-
-
-# ------------------------------------------------------------ sliding layers
-
-# Norms, sinks, layers without RoPE, fewer caches than layers, values narrower than keys …
-SLIDING = [
-    "llama sliding",
-    "gemma3_text",
-    "gemma3n",
-    "gemma4_text",
-    "gpt_oss",
-    "cohere2",
-    "olmo3",
-    "mimo_v2_flash",
-]
-
-
-@pytest.mark.parametrize("name", SLIDING)
-def test_sliding_models_continue_from_a_rebuilt_and_a_mapped_cache(name: str) -> None:
-    model = zoo.make(name)
-    at = read_geometry(model)
-    mapper = identity_mapper(model)
-    for read in ([3], [20], [9, 1, 1, 1, 5, 1]):
-        native = fill(model, make_prompt_cache(model), read)
-        snapshot = read_cache(native, at)
-        assert snapshot.size_limit is None
-        rebuilt = build_cache(at, snapshot.layers, token_ranges=snapshot.token_ranges)
-        mapped = map_cache(native, mapper, model, target_geometry=at)
-        assert is_mapped(mapped)
-        for entry, layer in zip(mapped, at.layers, strict=True):
-            room = sum(read) if layer.window is None else min(sum(read), layer.window)
-            assert entry.offset == sum(read) and entry.keys.shape[2] == room
-            assert type(entry) is (KVCache if layer.window is None else RotatingKVCache)
-        for step, n in enumerate((1, 4, 1)):
-            ids = tokens(n, seed=50 + step)
-            want = model(ids, cache=native)
-            assert close(model(ids, cache=rebuilt), want)
-            assert close(model(ids, cache=mapped), want), (read, step)
-
-
-def swap_mapper(at: ModelGeometry, feeds: dict[int, int]) -> Mapper:
-    """Each target layer from one source layer of the same shape."""
-    layers = []
-    for t, s in feeds.items():
-        g = at.layers[t]
-        plan = [[h] for h in range(g.n_kv_heads)]
-        eye = mx.broadcast_to(mx.eye(g.key_dim), (len(plan), g.key_dim, g.key_dim))
-        part = LinearMap.of([s], eye, mx.zeros((len(plan), g.key_dim)), plan)
-        layers.append(LayerMap(t, part, part))
-    return Mapper(at, at, layers)
-
-
-def test_a_full_layer_is_not_made_from_what_a_window_has_left() -> None:
-    model = zoo.make("gemma3_text")
-    at = read_geometry(model)
-    full = next(i for i, layer in enumerate(at.layers) if layer.window is None)
-    sliding = next(i for i, layer in enumerate(at.layers) if layer.window)
-    feeds = {i: sliding if i == full else i for i in range(len(at.layers))}
-    mapper = swap_mapper(at, feeds)
-    # Fine as long as nothing has left the window …
-    map_cache(fill(model, make_prompt_cache(model), [3, 4]), mapper, model, target_geometry=at)
-    # … and named when it has.
-    native = fill(model, make_prompt_cache(model), [9, 9])
-    with pytest.raises(
-        CacheError, match=f"Target layer {full} .* 0…17 .* source layer {sliding} holds only"
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    good = arrays(3)
+    k, v = good[2]
+    with pytest.raises(GeometryError, match="got arrays for 2"):
+        build_cache(PLAIN, good[:2])
+    for pair, message in (
+        ((k[..., :2, :], v), "Layer 2: keys have shape"),
+        ((k, v[..., :2, :]), "Layer 2: values have shape"),
+        ((k[:, :1], v), "Layer 2: keys"),
+        ((k[..., :4], v), "Layer 2: keys"),
+        ((mx.concatenate([k, k]), v), "Layer 2: keys"),
+        ((k[0, 0], v), "must be"),
+        ((k.astype(mx.int32), v), "not floats"),
+        ((None, v), "must be"),
     ):
-        map_cache(native, mapper, model, target_geometry=at)
-    # The other way round a window is cut out of the whole text.
-    other = swap_mapper(at, {i: full if i == sliding else i for i in range(len(at.layers))})
-    mapped = map_cache(native, other, model, target_geometry=at)
-    assert mapped[sliding].keys.shape[2] == WINDOW
+        with pytest.raises(GeometryError, match=message):
+            build_cache(PLAIN, [*good[:2], pair])
+    with pytest.raises(GeometryError, match="float dtype"):
+        build_cache(PLAIN, good, dtype=mx.int8)
+    with pytest.raises(CacheError, match="no tokens"):
+        build_cache(PLAIN, [(k[..., :0, :], v[..., :0, :]) for k, v in good])
 
 
-def test_rings_must_be_those_of_the_model() -> None:
-    model = zoo.make("gemma3_text")
-    at = read_geometry(model)
-    native = fill(model, make_prompt_cache(model), [5])
-    sliding = next(i for i, layer in enumerate(at.layers) if layer.window)
-    native[sliding].max_size += 1
-    with pytest.raises(GeometryError, match=f"window of {WINDOW} tokens there: another model"):
-        read_cache(native, at)
-
-
-# ---------------------------------------------------------------- max_kv_size
-
-
-@pytest.mark.parametrize("read", [[12], [16], [40], [10, 1, 1, 9], [5] + [1] * 30, [30, 1, 1]])
-def test_limited_caches_keep_their_limit(read: list[int]) -> None:
-    model = zoo.make("qwen3")
-    at = read_geometry(model)
-    native = fill(model, make_prompt_cache(model, max_kv_size=16), read)
-    snapshot = read_cache(native, at)
-    assert snapshot.size_limit == SizeLimit(16, 4)
-    mapped = map_cache(native, identity_mapper(model), model, target_geometry=at)
-    for entry in mapped:
-        assert type(entry) is RotatingKVCache and (entry.max_size, entry.keep) == (16, 4)
-        assert entry.offset == sum(read) and entry.keys.shape[2] == min(16, sum(read))
-    for step, n in enumerate((1, 1, 6, 1, 1)):
-        ids = tokens(n, seed=50 + step)
-        assert close(model(ids, cache=mapped), model(ids, cache=native)), step
-
-
-def test_a_limit_is_not_carried_to_sliding_models() -> None:
-    ring = RotatingKVCache(max_size=8, keep=4)
-    ring.update_and_fetch(numbered(0, 6), numbered(0, 6))
-    whole = read_cache([ring], geometry())
-    assert required_ranges(whole, geometry(window=4)).size_limit is None
-    for i in range(6, 20):
-        ring.update_and_fetch(numbered(i, i + 1), numbered(i, i + 1))
-    with pytest.raises(GeometryError, match="limited to 8 tokens and has dropped some"):
-        required_ranges(read_cache([ring], geometry()), geometry(window=4))
-
-
-def test_limits_of_some_layers_only_are_refused() -> None:
-    ring, plain = RotatingKVCache(max_size=8, keep=4), KVCache()
-    for entry in (ring, plain):
-        entry.update_and_fetch(numbered(0, 6), numbered(0, 6))
-    with pytest.raises(CacheError, match="Some layers of this cache have a size limit"):
-        read_cache([ring, plain], geometry(2))
-
-
-# -------------------------------------------------------------------- batches
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
-def test_rows_of_a_batch_are_mapped_like_single_conversations(name: str) -> None:
-    model = zoo.make(name)
-    at = read_geometry(model)
-    mapper = identity_mapper(model)
-    singles = [fill(model, make_prompt_cache(model), [n], seed=n) for n in (5, 12, 30)]
-    batch = [type(a).merge([a, b, c]) for a, b, c in zip(*singles, strict=True)]
-    for extra in range(3):  # and the batch goes on together
-        if extra:
-            ids = mx.concatenate([tokens(1, seed=100 * extra + i) for i in range(3)])
-            mx.eval(model(ids, cache=batch))
-            for i, single in enumerate(singles):
-                mx.eval(model(ids[i : i + 1], cache=single))
-        for i, single in enumerate(singles):
-            snapshot = read_cache(batch, at, row=i)
-            assert snapshot.offset == (5, 12, 30)[i] + extra and snapshot.batch_size == 1
-            mapped = map_cache(batch, mapper, model, target_geometry=at, row=i)
-            want = map_cache(single, mapper, model, target_geometry=at)
-            for got, expected in zip(mapped, want, strict=True):
-                assert got.offset == expected.offset
-                assert close(got.keys, expected.keys) and close(got.values, expected.values)
-
-
-def test_left_padding_never_reaches_the_map() -> None:
-    model = zoo.make("qwen3")
-    at = read_geometry(model)
-    a, b = tokens(3, seed=1), tokens(7, seed=2)
-    padded = mx.concatenate([mx.concatenate([mx.full((1, 4), 9, dtype=a.dtype), a], 1), b])
-    batch = [BatchKVCache([4, 0]) for _ in at.layers]
-    mx.eval(model(padded, cache=batch))
-    for i, ids in enumerate((a, b)):
-        single = make_prompt_cache(model)
-        mx.eval(model(ids, cache=single))
-        got, want = read_cache(batch, at, row=i), read_cache(single, at)
-        assert got.offset == want.offset == ids.shape[1]
-        for x, y in zip(got.keys + got.values, want.keys + want.values, strict=True):
-            assert close(x, y)
-
-
-def test_rows_that_are_not_there_are_refused() -> None:
-    rows = [KVCache(), KVCache()]
-    for n, entry in zip((3, 7), rows, strict=True):
-        entry.update_and_fetch(numbered(0, n), numbered(0, n))
-    batch = KVCache.merge(rows)
-    for row in (-1, 2):
-        with pytest.raises(CacheError, match=f"Row {row} was asked for; layer 0 holds 2 rows"):
-            read_cache([batch], row=row)
-    with pytest.raises(CacheError, match="which is no batch"):
-        read_cache(rows[:1], row=0)
-    with pytest.raises(CacheError, match="empty"):
-        read_cache([BatchKVCache([0, 0])], row=0)
-    batch.trim(5)  # more than the shorter conversation has
-    assert numbers(read_cache([batch], row=1).keys[0]) == [0, 1]
-    with pytest.raises(CacheError, match="trimmed below its length"):
-        read_cache([batch], row=0)
-
-
-def test_a_batch_in_the_middle_of_a_prompt_is_refused() -> None:
-    batch = BatchKVCache([0, 0])
-    batch.prepare(lengths=[3, 2], right_padding=[0, 1])
-    x = mx.ones((2, H, 3, D))
-    batch.update_and_fetch(x, x)
-    with pytest.raises(CacheError, match="finalize"):
-        read_cache([batch], row=1)
-    batch.finalize()
-    assert read_cache([batch], row=1).offset == 2
-
-
-def test_the_kept_tokens_of_a_limited_batch_are_not_guessed() -> None:
-    rings = [RotatingKVCache(max_size=8, keep=4) for _ in range(2)]
-    for ring in rings:
-        for i in range(20):
-            ring.update_and_fetch(numbered(i, i + 1), numbered(i, i + 1))
-    batch = RotatingKVCache.merge(rings)
-    with pytest.raises(UnsupportedCacheError, match="does not remember which first tokens"):
-        read_cache([batch], geometry(), row=0)
-
-
-# ------------------------------------------------------------------ CacheList
-
-
-def test_lists_of_plain_caches_are_consecutive_layers() -> None:
-    entries = [KVCache() for _ in range(4)]
-    for i, entry in enumerate(entries):
-        entry.update_and_fetch(numbered(i, i + 3), numbered(i, i + 3))
-    nested = [CacheList(entries[0], entries[1]), CacheList(entries[2], entries[3])]
-    snapshot = read_cache(nested, geometry(4))
-    assert [numbers(k)[0] for k in snapshot.keys] == [0, 1, 2, 3]
-    with pytest.raises(GeometryError, match="4 layers, toy has 2"):
-        read_cache(nested, geometry(2))
-    entries[3].trim(1)
-    with pytest.raises(CacheError, match=r"layer 0.0 holds 3 tokens, layer 1.1 holds 2"):
-        read_cache(nested)
-
-
-def test_a_list_with_something_else_in_it_is_refused() -> None:
-    plain = KVCache()
-    plain.update_and_fetch(numbered(0, 3), numbered(0, 3))
-    with pytest.raises(UnsupportedCacheError, match=r"Layer 1.1 uses ArraysCache.*recurrent"):
-        read_cache([plain, CacheList(plain, ArraysCache(2))])
-
-
-def test_classes_come_from_mlx_lm() -> None:
-    class RotatingKVCache(mlx_lm_cache.RotatingKVCache):
-        """A subclass may order its rows as it likes."""
-
-    with pytest.raises(UnsupportedCacheError, match="Layer 0 uses RotatingKVCache"):
-        read_cache([RotatingKVCache(max_size=8)])
-
-
-# -------------------------------------------------------------------- building
+def test_keys_and_values_may_differ_in_width() -> None:
+    geometry = ModelGeometry((LayerGeometry(2, 12, 8, RopeSpec(12, base=1e4)),), "float32", "wide")
+    built = build_cache(geometry, [(mx.ones((1, 2, 3, 12)), mx.ones((1, 2, 3, 8)))])
+    snapshot = read_cache(built, geometry)
+    assert snapshot.keys[0].shape[-1] == 12 and snapshot.values[0].shape[-1] == 8
 
 
 def test_building_needs_the_tokens_that_a_layer_sees() -> None:
@@ -524,32 +222,32 @@ def test_a_window_is_cut_out_of_a_whole_text() -> None:
     assert numbers(entry.keys) == [0, 1, 2, 15, 16, 17, 18, 19]
 
 
-def test_trimming_cuts_each_entry_that_is_longer() -> None:
-    """As a draft model's cache behind the model's own, which holds fewer tokens."""
-
-    def entry(n: int) -> KVCache:
-        made = KVCache()
-        made.update_and_fetch(mx.zeros((1, 1, n, 4)), mx.zeros((1, 1, n, 4)))
-        return made
-
-    cache = [entry(9), entry(7), entry(5)]
-    assert trim(cache, 6)
-    assert [e.offset for e in cache] == [6, 6, 5]
-    ring = RotatingKVCache(max_size=4, keep=0)
-    for _ in range(9):
-        ring.update_and_fetch(mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)))
-    assert trim([entry(9), ring], 9)  # nothing to cut
-    mixed = [entry(9), ring]
-    assert not trim(mixed, 6)
-    assert mixed[0].offset == 9
-    assert not trim([entry(9), ArraysCache(2)], 6)
+# mlx-vlm 2061, Rapid-MLX 1294: heads of 96 and groups of 64.
+def test_groups_that_do_not_divide_the_head_are_named() -> None:
+    pairs = [(x, -x) for x in (mx.random.normal((1, H, 3, 96)),) * 2]
+    with pytest.raises(GeometryError, match="kv_group_size 64 does not divide.*96.*use 32"):
+        build_cache(geometry(2, dim=96), pairs, kv_bits=8, kv_group_size=64)
+    built = build_cache(geometry(2, dim=96), pairs, kv_bits=8, kv_group_size=32)
+    assert all(isinstance(entry, QuantizedKVCache) for entry in built)
+    again = read_cache(built, geometry(2, dim=96))
+    assert mx.allclose(again.keys[0], pairs[0][0], atol=0.05)
 
 
-def test_quantisation_of_a_cache() -> None:
-    def entry(bits: int) -> QuantizedKVCache:
-        return QuantizedKVCache(group_size=32, bits=bits)
+def test_bits_that_a_fresh_quantised_cache_gets_wrong() -> None:
+    for bits in (5, 6):
+        pairs = [(x, -x) for x in (mx.random.normal((1, H, 3, 64)),) * 2]
+        built = build_cache(geometry(2, dim=64), pairs, kv_bits=bits, kv_group_size=32)
+        x = mx.random.normal((1, H, 300, 64))
+        for entry in built:  # grows, unlike one that starts out so
+            entry.update_and_fetch(x, x)
+        again = read_cache(built, geometry(2, dim=64))
+        assert again.offset == 303
+        assert mx.allclose(again.keys[0][..., 3:, :], x, atol=0.25)
 
-    assert quantization([entry(4), entry(4)]) == (4, 32)
-    assert quantization([entry(4), entry(8)]) is None
-    assert quantization([entry(4), KVCache()]) is None
-    assert quantization([]) is None
+
+# The plain ones.
+@pytest.mark.parametrize("layers", [1, 61])
+def test_any_number_of_layers_in_their_order(layers: int) -> None:
+    pairs = [(numbered(i, i + 1), numbered(i, i + 1)) for i in range(layers)]
+    built = build_cache(geometry(layers), pairs)
+    assert [e.keys[0, 0, 0, 0].item() for e in built] == list(range(layers))

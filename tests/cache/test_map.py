@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import mlx.core as mx
 import pytest
 import zoo
 from identity import identity_mapper
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    ChunkedKVCache,
+    KVCache,
+    LRUPromptCache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 
 from kvgraft.cache import is_mapped, n_tokens, provenance_of
 from kvgraft.cache.map import PromptSplit, map_cache, map_prompt, split_prompt
 from kvgraft.errors import CacheError, KvgraftError, NothingToMapError, PairMismatchError
 from kvgraft.mapper.quality import Quality
+from kvgraft.mapper.transfer import transfer_cache
 from kvgraft.models.forward import prefill
+from kvgraft.models.probe import read_geometry
 
 TOKENS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 3]
 
@@ -22,7 +36,7 @@ def make(name: str):
     return zoo.make(name)
 
 
-@pytest.mark.parametrize("n", [1, 12, 300])
+@pytest.mark.parametrize("n", [1, 12, 255, 256, 257])
 @pytest.mark.parametrize("name", ["qwen3", "llama llama3", "qwen2 yarn"])
 def test_an_identity_map_changes_nothing(name, n):
     model = make(name)
@@ -31,6 +45,8 @@ def test_an_identity_map_changes_nothing(name, n):
     grafted = map_cache(native, identity_mapper(model), model)
     assert is_mapped(grafted) and not is_mapped(native)
     assert provenance_of(grafted).n_tokens == n
+    # Not the room of the buffer (claude-code-local PR 47).
+    assert all(entry.offset == n == entry.keys.shape[2] for entry in grafted)
     for following in ([1], [2, 3, 4], [5]):
         want = model(mx.array([following]), cache=native)
         got = model(mx.array([following]), cache=grafted)
@@ -121,7 +137,7 @@ def test_a_prompt_is_native_mapped_native(start, end):
     mapper = identity_mapper(source)
     got = map_prompt(cache, mapper, target, TOKENS, n_tokens=n, native_start=start, native_end=end)
     assert (got.native_start, got.mapped, got.native_end) == (start, n + 1 - start - end, end)
-    parts = {"start": start > 0, "map": True, "end": end > 1}
+    parts = {"native_start": start > 0, "map": True, "native_end": end > 1}
     assert set(got.seconds) == {name for name, taken in parts.items() if taken}
     own = prefill(target, TOKENS[:start]) if start else None
     want = map_cache(cache, mapper, target, n_tokens=n + 1 - end, start_cache=own)
@@ -172,3 +188,113 @@ def test_native_ends_default_to_what_the_evaluation_recommends():
         map_prompt(prefill(model, TOKENS), mapper, model)
     with pytest.raises(CacheError, match="3 were given"):
         map_prompt(prefill(model, TOKENS), mapper, model, TOKENS[:3])
+
+
+# ------------------------------------------------- reports of bugs in other programs
+
+
+# mlx-lm 80, mlx-engine 372, VeloxQuant PR 92: empty caches, unknown classes, either file.
+# The files themselves: tests/cache/test_prompt_files.py.
+def test_what_cannot_be_read_is_refused_before_any_work(monkeypatch: Any) -> None:
+    model = zoo.make("qwen3")
+    mapper = identity_mapper(model)
+    geometry = read_geometry(model)
+
+    class FromTheFuture:
+        keys = values = None
+        offset = 0
+
+    def work(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("mapped")
+
+    monkeypatch.setattr("kvgraft.mapper.transfer.map_layer", work)
+    n = len(geometry.layers)
+    trimmed = prefill(model, TOKENS)
+    trim_prompt_cache(trimmed, len(TOKENS))
+    for cache in (
+        make_prompt_cache(model),
+        trimmed,
+        [],
+        [FromTheFuture() for _ in range(n)],
+        [ChunkedKVCache(8) for _ in range(n)],
+        [mlx_lm_cache.ArraysCache(2) for _ in range(n)],
+        [None] * n,
+    ):
+        with pytest.raises(KvgraftError):
+            map_cache(cache, mapper, model, target_geometry=geometry)
+
+
+# mlx-lm 439, 1906: padding of shorter rows read as tokens.
+def test_rows_of_different_lengths_map_like_single_conversations() -> None:
+    model = zoo.make("qwen3")
+    geometry = read_geometry(model)
+    mapper = identity_mapper(model)
+    lengths = (2, 9, 13)
+    longest = max(lengths)
+    padded = [[77] * (longest - n) + TOKENS[:n] for n in lengths]
+    batch = [BatchKVCache([longest - n for n in lengths]) for _ in geometry.layers]
+    mx.eval(model(mx.array(padded), cache=batch))
+    for i, n in enumerate(lengths):
+        alone = map_cache(prefill(model, TOKENS[:n]), mapper, model)
+        row = map_cache(batch, mapper, model, row=i)
+        for a, b in zip(row, alone, strict=True):
+            assert a.offset == b.offset == n and a.keys.shape[2] == n
+            assert mx.allclose(a.keys, b.keys, atol=1e-4)
+            assert mx.allclose(a.values, b.values, atol=1e-4)
+
+
+# mlx-lm PR 1100, mlx-engine 310: tuples where arrays are expected.
+def test_quantised_rows_are_told_by_their_form_and_dequantised() -> None:
+    model = zoo.make("qwen3")
+    mapper = identity_mapper(model)
+    native = prefill(model, TOKENS)
+    quantised = [entry.to_quantized(group_size=32, bits=8) for entry in native]
+    assert all(isinstance(entry.keys, (tuple, list)) for entry in quantised)
+    mapped = map_cache(quantised, mapper, model)
+    for entry, kept in zip(mapped, native, strict=True):
+        assert type(entry) is KVCache and entry.offset == len(TOKENS)
+        assert mx.allclose(entry.keys, kept.keys[..., : len(TOKENS), :], atol=0.1)
+    # Lists as some programs make them, and as files give them back.
+    for entry in quantised:
+        entry.keys, entry.values = list(entry.keys), list(entry.values)
+    again = map_cache(quantised, mapper, model)
+    assert all(mx.array_equal(a.keys, b.keys) for a, b in zip(again, mapped, strict=True))
+    # The same where a mapper expects arrays is refused with a word about it.
+    pairs = {i: (entry.keys, entry.values) for i, entry in enumerate(quantised)}
+    with pytest.raises(TypeError, match="must be an MLX array, not a list"):
+        transfer_cache(pairs, mapper)
+
+
+def test_a_mapped_cache_works_in_another_thread() -> None:
+    model = zoo.make("qwen3")
+    mapped = map_cache(prefill(model, TOKENS), identity_mapper(model), model)
+    seen: list[Any] = []
+
+    def use() -> None:
+        try:
+            seen.append([float(mx.abs(entry.keys).sum().item()) for entry in mapped])
+            seen.append(model(mx.array([[5]]), cache=mapped).tolist())
+        except Exception as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert len(seen) == 2 and not isinstance(seen[1], Exception), seen
+
+
+def test_a_token_is_left_to_read() -> None:
+    # An exact hit in mlx-lm's store leaves no token, and generation fails on
+    # none; so all but the last one are handed over.
+    model = zoo.make("qwen3")
+    native = prefill(model, TOKENS)
+    store = LRUPromptCache()
+    store.insert_cache("m", TOKENS, native)
+    _, rest = store.fetch_nearest_cache("m", TOKENS)
+    assert rest == []
+    mapped = map_cache(native, identity_mapper(model), model, n_tokens=len(TOKENS) - 1)
+    assert mapped[0].offset == len(TOKENS) - 1
+    want = [t for t, _ in generate_step(mx.array(TOKENS), model, max_tokens=5)]
+    last = mx.array(TOKENS[-1:])
+    got = [t for t, _ in generate_step(last, model, max_tokens=5, prompt_cache=mapped)]
+    assert got == want

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+
+import mlx.core as mx
 import zoo
 from identity import identity_mapper
 
-from kvgraft.cache import MappedRange, Provenance, is_mapped, mapped_ranges, provenance_of, trim
+from kvgraft.cache import (
+    MappedRange,
+    Provenance,
+    build_cache,
+    is_mapped,
+    mapped_ranges,
+    provenance_of,
+    read_cache,
+    trim,
+)
 from kvgraft.cache.map import map_cache
 from kvgraft.models.forward import extend_cache, prefill
+from kvgraft.models.probe import read_geometry
 
 PROMPT = list(range(3, 23))
 
@@ -63,3 +76,16 @@ def test_a_mapped_start_of_the_targets_own_is_remembered() -> None:
     again = map_cache(cache, mapper, model, n_tokens=12)
     want = (MappedRange(0, 6, 2), MappedRange(6, 9, 1), MappedRange(9, 12, 2))
     assert mapped_ranges(again) == want
+
+
+def test_mapped_caches_carry_their_mark() -> None:
+    mark = Provenance("big", "small", "mapper-dir", 4)
+    model = zoo.make("qwen3")
+    geometry = read_geometry(model)
+    native = prefill(model, PROMPT[:4])
+    assert provenance_of(native) is None and not is_mapped(native)
+    mapped = build_cache(geometry, read_cache(native).layers, provenance=mark)
+    assert provenance_of(mapped) == mark and is_mapped(mapped)
+    mx.eval(model(mx.array([[5]]), cache=mapped))  # generation continues
+    assert is_mapped(copy.deepcopy(mapped))  # as mlx-lm's server stores it
+    assert not is_mapped(build_cache(geometry, read_cache(native).layers))

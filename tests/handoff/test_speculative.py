@@ -11,13 +11,13 @@ import pytest
 import zoo
 from identity import identity_mapper
 from mlx_lm import stream_generate
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvgraft.cache import is_mapped
 from kvgraft.cache.map import map_cache
 from kvgraft.demo.data import Conversation, bundled
-from kvgraft.errors import CacheError, PairMismatchError, UnsupportedModelError
+from kvgraft.errors import CacheError, GeometryError, PairMismatchError, UnsupportedModelError
 from kvgraft.handoff.speculative import acceptance, draft_cache, joint_cache, speculate
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.forward import prefill
@@ -163,3 +163,21 @@ def test_acceptance_counts_whole_rounds():
     assert acceptance([False], 3) == 0
     assert math.isnan(acceptance([True, True], 3))
     assert math.isnan(acceptance([], 3))
+
+
+def test_a_mapped_draft_cache_changes_no_token() -> None:
+    # However poor the map is, each token is verified.
+    tokens = [3, 14, 15, 9, 26, 5, 35]
+    model, draft = zoo.make("qwen3"), zoo.make("qwen3", seed=1)
+    want = [t for t, _ in generate_step(mx.array(tokens), model, max_tokens=8)]
+    native = prefill(model, tokens[:-1])
+    joint = native + map_cache(native, identity_mapper(model), draft)
+    got = [
+        token
+        for token, *_ in speculative_generate_step(
+            mx.array(tokens[-1:]), model, draft, prompt_cache=joint, max_tokens=8
+        )
+    ]
+    assert got == want
+    with pytest.raises(GeometryError, match="a draft model's cache is appended"):
+        map_cache(joint, identity_mapper(model), model)

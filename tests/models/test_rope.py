@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +20,7 @@ from mlx_lm.models import hunyuan_v1_dense, internlm3, rope_utils
 from kvgraft.errors import GeometryError
 from kvgraft.models.probe import rope_candidates
 from kvgraft.models.rope import NO_ROPE, RopeSpec, apply_rope, rotate_pairs, strip_rope
+from kvgraft.ops.fused import map_layer
 
 # float32 arithmetic on angles that are the module's own; measured: up to 1.5e-7.
 ROUNDING = 2e-6
@@ -375,3 +377,52 @@ def test_a_table_can_be_shared() -> None:
     assert table is not None and table.dims == 16
     x = keys_like((2, 5, 16))
     assert mx.array_equal(rotate_pairs(x, table), strip_rope(x, positions, spec))
+
+
+# --------------------------------------------------------- tables through map_layer
+
+
+# mlx 2791: RoPE of bfloat16 differs between CPU and GPU, by a rounding of the cosines.
+def test_a_bfloat16_cache_is_stripped_in_float32() -> None:
+    for n in (1, 9):
+        keys = mx.random.normal((2, n, 16)).astype(mx.bfloat16)
+        at = mx.arange(1000, 1000 + n)
+        eye = mx.broadcast_to(mx.eye(16), (2, 16, 16))
+        got = map_layer(
+            [keys],
+            eye,
+            heads=[[0], [1]],
+            strip=[RopeSpec(16, base=1e4).table(at, inverse=True)],
+            dtype=mx.float32,
+        )
+        want = oracle.strip(oracle.to_numpy(keys), np.array(at), RopeSpec(16, base=1e4))
+        # 1e-4 is float32's angle at position 1000; bfloat16 cosines would be 4e-3 off.
+        assert np.abs(np.array(got) - want).max() < 5e-4
+        back = map_layer(
+            [got], eye, heads=[[0], [1]], rotate=RopeSpec(16, base=1e4).table(at), dtype=mx.bfloat16
+        )
+        assert mx.array_equal(back, keys)
+
+
+# nexusquant PR 12, omlx PR 2295: the whole head turned where RoPE is partial.
+@pytest.mark.parametrize("dim", [24, 80, 96, 112])
+@pytest.mark.parametrize("part", [0.25, 0.5, 0.75, "proportional"])
+def test_partial_rotary_leaves_the_rest_of_the_head_alone(dim: int, part: Any) -> None:
+    if part == "proportional":
+        quarter = dim // 8
+        freqs = tuple(10.0**i for i in range(quarter)) + (float("inf"),) * (dim // 2 - quarter)
+        spec = RopeSpec(dim, freqs=freqs)
+    else:
+        spec = RopeSpec(int(dim * part) // 2 * 2, base=1e4)
+    at = mx.arange(300, 305)
+    x = mx.random.normal((1, 2, 5, dim))
+    keys = mx.fast.rope(
+        x, spec.dims, traditional=False, base=spec.base, scale=1.0, offset=300,
+        freqs=None if spec.freqs is None else mx.array(spec.freqs),
+    )  # fmt: skip
+    eye = mx.broadcast_to(mx.eye(dim), (2, dim, dim))
+    table = spec.table(at, inverse=True)
+    got = map_layer([keys], eye, heads=[[0], [1]], strip=[table])
+    assert mx.allclose(got, x, atol=1e-4)
+    back = map_layer([got], eye, heads=[[0], [1]], rotate=spec.table(at))
+    assert mx.allclose(back, keys, atol=1e-4)
