@@ -73,7 +73,7 @@ class Provenance:
 
     @property
     def generations(self) -> int:
-        """How often rows were mapped at most: once, and once more for each mark before."""
+        """How often rows were mapped at most: once, plus once for each mark before."""
         return 1 + (self.before.generations if self.before is not None else 0)
 
     @property

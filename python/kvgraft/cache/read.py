@@ -260,7 +260,7 @@ def _bound(
     if geometry is None:
         limits = set(rings.values())
         if len(rings) < len(entries) or len(limits) != 1 or not next(iter(limits))[1]:
-            return None  # sliding layers, as far as one can tell
+            return None  # most likely sliding layers
         return SizeLimit(*limits.pop())
     windows = {i: layer.window for i, layer in enumerate(geometry.layers)}
     if not any(windows.values()):

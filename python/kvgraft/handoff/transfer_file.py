@@ -96,7 +96,7 @@ def transfer_file(
         force: Map even if the mapper's measured verdict is "do not ship".
         kv_bits: Quantise the result, as ``--kv-bits`` does.
         kv_group_size: Numbers that share a scale when quantised.
-        trust_remote_code: Let the target's tokenizer run code of its own.
+        trust_remote_code: Let the target's tokenizer run code from its repository.
 
     Raises:
         CacheError: If the file's cache cannot be mapped, or ``native_start`` or

@@ -200,7 +200,7 @@ def identify(
     *,
     name: str | None = None,
 ) -> ModelIdentity:
-    """Say which model this is, so that another one can be told from it.
+    """Identify a model, so that another one can be distinguished from it.
 
     Args:
         model_path: The folder with the model's ``config.json``.

@@ -1,7 +1,7 @@
 """Token ids that a model has an embedding for.
 
 MLX does not check indices: an id beyond the embedding reads whatever lies there,
-and the model goes on from it as if nothing had happened.
+and the model continues from it without an error.
 """
 
 from __future__ import annotations

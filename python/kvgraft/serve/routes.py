@@ -75,7 +75,7 @@ def same_model(a: ModelIdentity, b: ModelIdentity) -> bool:
     """Whether two identities are of one model, however its weights are stored.
 
     As everywhere in kvgraft, a base model and its instruction tuning can't be
-    told apart when their configurations and tokenizers are the same.
+    distinguished when their configurations and tokenizers are the same.
     """
     return (a.config_sha256, a.tokenizer_sha256) == (b.config_sha256, b.tokenizer_sha256)
 
