@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the description."""
     if not args.path:
         raise MapperNotFoundError(
-            "The path is empty. Give a mapper, a prompt-cache file, or a model (a folder "
+            "No path is given. Give a mapper, a prompt-cache file, or a model (a folder "
             "or owner/name)."
         )
     if Path(args.path).is_file() and is_prompt_file(args.path):
