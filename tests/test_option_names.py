@@ -43,7 +43,7 @@ SETTINGS = sorted(
         )
     )
     # Only Python callers can set these to values that a message names.
-    - {"groups", "effective_rows", "group_size", "structure", "head", "tail"}
+    - {"groups", "effective_rows", "group_size", "structure"}
 )
 
 

@@ -6,11 +6,11 @@ import io
 import sys
 
 import pytest
+from bundled_pair import LARGE, SMALL
 
 from kvgraft.cli.main import main
 from kvgraft.demo.data import bundled
 
-LARGE, SMALL = str(bundled("models/large")), str(bundled("models/small"))
 MAPPER = str(bundled("mapper"))
 PROMPT = "The bottle belongs to Frank. Martha likes oysters best. What does Martha like best?"
 PAIR = ["generate", "--source", LARGE, "--target", SMALL, "-m", "8"]
@@ -30,17 +30,7 @@ def test_the_first_model_may_only_read(capsys):
 
 def test_native_start_and_end_repair_sampling_and_stdin(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    options = [
-        "--native-start",
-        "2",
-        "--native-end",
-        "3",
-        "--repair",
-        "--seed",
-        "1",
-        "--temp",
-        "0.5",
-    ]
+    options = "--native-start 2 --native-end 3 --repair --seed 1 --temp 0.5".split()
     command = [*PAIR, "--mapper", MAPPER, "--switch-after", "2", "--prompt", "-", *options]
     assert main(command) == 0
     err = capsys.readouterr().err
@@ -66,6 +56,8 @@ def test_a_limit_that_nothing_fits_keeps_the_first_model(capsys):
     [
         (["--switch-after", "-1"], "--switch-after"),
         (["--repair", "1"], "--repair"),
+        (["--native-start", "-1"], "--native-start must be at least 0"),
+        (["--native-end", "0"], "--native-end must be at least 1"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--seed", "-1"], "--seed"),
         (["--seed", str(1 << 64)], "--seed"),
@@ -85,3 +77,11 @@ def test_a_limit_that_nothing_fits_keeps_the_first_model(capsys):
 def test_bad_options_are_refused_before_any_model_is_loaded(options, what, capsys):
     assert main([*PAIR, "--prompt", PROMPT, *options]) == 1
     assert what in capsys.readouterr().err
+
+
+def test_old_names_still_work(capsys):
+    old = ["generate", "--from", LARGE, "--to", SMALL, "-m", "4", "--head", "2", "--tail", "3"]
+    assert main([*old, "--mapper", MAPPER, "--switch-after", "2", "--prompt", PROMPT]) == 0
+    err = capsys.readouterr().err
+    assert "--from is now --source" in err and "--tail is now --native-end" in err
+    assert "native start 2, " in err and " mapped, native end 3" in err

@@ -7,41 +7,44 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.cli.options import DTYPE, add_native, add_pair, describe, memory_size
+from kvgraft.cli.options import (
+    DTYPE,
+    FORCE,
+    NATIVE,
+    add_fields,
+    add_pair,
+    config_of,
+    describe,
+    memory_size,
+)
 from kvgraft.errors import ArgumentError
 from kvgraft.option_names import option_name
 
 if TYPE_CHECKING:
-    from kvgraft.handoff import MemoryLimit, Observation, Policy, Session
-    from kvgraft.models.handle import ModelHandle
+    from kvgraft.handoff import Observation, Policy, Session, SessionOptions
 
 __all__ = ["add_options", "run"]
 
 
-_SWITCH: dict[str, Any] = {
+_SWITCH: dict[str, str | Mapping[str, Any]] = {
+    **NATIVE,
     "repair": {
         "help": "after the switch, also prefill N tokens natively per generated one, until the "
-        "mapped cache can be replaced by a native one; 64 without a number, 0 for never",
+        "mapped cache can be replaced by a native one; 64 without a number",
         "nargs": "?",
         "const": 64,
-        "default": 0,
-        "type": int,
-        "metavar": "N",
     },
     "memory_limit": {
         "help": "most memory that MLX may hold, such as 12G; a switch that does not fit is refused",
         "type": memory_size,
         "metavar": "SIZE",
     },
-    "keep_source": {
-        "help": "keep the source model in memory after the switch",
-        "action": "store_true",
-    },
-    "force": {"help": 'use a mapper whose verdict is "do not ship"', "action": "store_true"},
+    "keep_source": "keep the source model in memory after the switch",
+    "force": FORCE,
 }
 _SAMPLING = {
     "temp": (float, 0.0, "temperature; 0 is greedy"),
@@ -53,6 +56,8 @@ _SAMPLING = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvgraft generate``."""
+    from kvgraft.handoff import SessionOptions
+
     describe(
         parser,
         "Begin a reply with the source model and continue it with the target model. The text goes "
@@ -108,9 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="switch after N tokens of the reply; 0 has the source only prefill the prompt "
         "(default: 32; with --memory-limit, when memory gets short)",
     )
-    add_native(switch)
-    for name, entry in _SWITCH.items():
-        switch.add_argument(option_name(name), **entry)
+    add_fields(switch, SessionOptions(), _SWITCH)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,12 +156,8 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.max_tokens < 1:
         raise ArgumentError("--max-tokens must be at least 1.")
-    for name in ("switch_after", "native_start", "native_end"):
-        value = getattr(args, name)
-        if value is not None and value < 0:
-            raise ArgumentError(f"{option_name(name)} must be 0 or more, not {value}.")
-    if args.repair == 1 or args.repair < 0:
-        raise ArgumentError("--repair must be at least 2, to gain on the generation.")
+    if args.switch_after is not None and args.switch_after < 0:
+        raise ArgumentError(f"--switch-after must be 0 or more, not {args.switch_after}.")
     if args.seed is not None and not 0 <= args.seed < 1 << 64:
         raise ArgumentError(f"--seed must be from 0 to 2^64 - 1, not {args.seed}.")
     _check_sampling(args)
@@ -179,37 +178,37 @@ def _check_sampling(args: argparse.Namespace) -> None:
 
 
 def _session(args: argparse.Namespace) -> Session:
-    from mlx_lm.sample_utils import make_logits_processors, make_sampler
-
-    from kvgraft.handoff import Session, SessionOptions
+    from kvgraft.handoff import Session
+    from kvgraft.mapper.mapper import open_mapper
+    from kvgraft.models.handle import ModelHandle, choose_dtype
     from kvgraft.models.loading import resolve_model
 
-    # Before any model is loaded: a wrong path should not cost a minute.
-    mapper = None if args.mapper is None else _open(args.mapper)
-    folders = resolve_model(args.source), resolve_model(args.target)
+    # Before any model is loaded: a wrong option or path should not cost a minute.
+    options = _options(args)
+    mappers = {} if args.mapper is None else {("source", "target"): open_mapper(args.mapper)}
+    folders = {"source": resolve_model(args.source), "target": resolve_model(args.target)}
     if args.top_k:
-        _check_top_k(args.top_k, folders)
-    models = {n: _handle(f, args.dtype) for n, f in zip(("source", "target"), folders, strict=True)}
-    options = SessionOptions(
+        _check_top_k(args.top_k, list(folders.values()))
+    dtype = choose_dtype(args.dtype)
+    models = {name: ModelHandle(folder, dtype=dtype) for name, folder in folders.items()}
+    return Session(models, mappers, options)
+
+
+def _options(args: argparse.Namespace) -> SessionOptions:
+    from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+    from kvgraft.handoff import MemoryLimit, SessionOptions
+
+    return config_of(
+        SessionOptions,
+        args,
         system=args.system_prompt,
         chat_template=not args.ignore_chat_template,
         sampler=make_sampler(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k),
         logits_processors=make_logits_processors(repetition_penalty=args.repetition_penalty),
-        memory_limit=_memory_limit(args.memory_limit),
+        memory_limit=None if args.memory_limit is None else MemoryLimit(args.memory_limit),
         policy=_policy(args),
-        native_start=args.native_start,
-        native_end=args.native_end,
-        force=args.force,
-        keep_source=args.keep_source,
-        repair=args.repair,
     )
-    return Session(models, {} if mapper is None else {("source", "target"): mapper}, options)
-
-
-def _open(path: str) -> Any:
-    from kvgraft.mapper.mapper import open_mapper
-
-    return open_mapper(path)
 
 
 def _check_top_k(top_k: int, folders: Sequence[Path]) -> None:
@@ -225,18 +224,6 @@ def _check_top_k(top_k: int, folders: Sequence[Path]) -> None:
                 f"--top-k must be below the {size} tokens of {folder.name}'s vocabulary, not "
                 f"{top_k}."
             )
-
-
-def _handle(folder: Path, dtype: str | None) -> ModelHandle:
-    from kvgraft.models.handle import ModelHandle, choose_dtype
-
-    return ModelHandle(folder, dtype=choose_dtype(dtype))
-
-
-def _memory_limit(limit: int | None) -> MemoryLimit | None:
-    from kvgraft.handoff import MemoryLimit
-
-    return None if limit is None else MemoryLimit(limit)
 
 
 def _policy(args: argparse.Namespace) -> Policy:

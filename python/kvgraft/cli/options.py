@@ -14,9 +14,10 @@ from kvgraft.option_names import option_name
 
 __all__ = [
     "DTYPE",
+    "FORCE",
+    "NATIVE",
     "RESUME",
     "add_fields",
-    "add_native",
     "add_pair",
     "config_of",
     "describe",
@@ -34,6 +35,13 @@ RESUME: Mapping[str, Any] = {
 DTYPE: Mapping[str, Any] = {
     "choices": ["float32", "float16", "bfloat16"],
     "help": "run the models in this dtype (default: float32 without a GPU, as stored with one)",
+}
+FORCE = 'use a mapper whose verdict is "do not ship"'
+_ADVICE = " (default: what the mapper's evaluation recommends)"
+NATIVE = {
+    "native_start": "first tokens that the target reads itself" + _ADVICE,
+    "native_end": "last tokens that the target reads itself, with the one to continue from"
+    + _ADVICE,
 }
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -74,7 +82,7 @@ def _arguments(hint: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
     if "words" in facts:
         words = facts["words"]
         return {"type": _number_or(kind, words), "metavar": "|".join((_METAVARS[kind], *words))}
-    return {"type": kind, "metavar": _METAVARS[kind]}
+    return {"type": kind, "metavar": _METAVARS.get(kind)}
 
 
 def _number_or(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
@@ -116,20 +124,6 @@ def add_pair(parser: Any, *, required: bool = True) -> None:
         metavar="MODEL",
         help="target model, which receives the mapped cache (folder or repository)",
     )
-
-
-def add_native(parser: Any) -> None:
-    """Add ``--native-start`` and ``--native-end``."""
-    for name, which in (
-        ("native_start", "first tokens that the target reads itself"),
-        ("native_end", "last tokens that the target reads itself, with the one to continue from"),
-    ):
-        parser.add_argument(
-            option_name(name),
-            type=int,
-            metavar="N",
-            help=f"{which} (default: what the mapper's evaluation recommends)",
-        )
 
 
 def describe(parser: argparse.ArgumentParser, text: str, *examples: str) -> None:

@@ -7,13 +7,15 @@ import shlex
 import sys
 from pathlib import Path
 
-from kvgraft.cli.options import add_native, describe
+from kvgraft.cli.options import FORCE, NATIVE, add_fields, describe
 
 __all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvgraft transfer``."""
+    from kvgraft.handoff import SwitchOptions
+
     describe(
         parser,
         "Map a prompt cache of mlx_lm.cache_prompt into one that mlx_lm.generate "
@@ -31,15 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="target model (folder or repository), as the file should name it",
     )
-    add_native(parser)
+    add_fields(parser, SwitchOptions(), {**NATIVE, "force": FORCE})
     parser.add_argument(
         "--prompt-file",
         dest="prompt",
         metavar="FILE",
         help="the text that was cached ('-' reads stdin), if native tokens need it",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help='map even if the mapper\'s verdict is "do not ship"'
     )
     parser.add_argument("--kv-bits", type=int, metavar="N", help="quantise the result to N bits")
     parser.add_argument(

@@ -12,6 +12,7 @@ from kvgraft.errors import ArgumentError
 from kvgraft.handoff.memory import MemoryLimit, token_bytes
 from kvgraft.handoff.state import GenerationState
 from kvgraft.models.forward import extend_cache
+from kvgraft.option_names import named
 
 __all__ = ["Repair"]
 
@@ -91,8 +92,8 @@ def check_chunk(chunk: int) -> None:
     """
     if chunk < 2:
         raise ArgumentError(
-            f"A repair must read at least 2 tokens per generated one, to gain on the generation; "
-            f"got {chunk}."
+            f"A repair ({named('repair')}) must read at least 2 tokens per generated one, to gain "
+            f"on the generation; got {chunk}."
         )
 
 
