@@ -1,15 +1,14 @@
-"""Memory before work: what a fit needs, and how to make it fit.
+"""The memory plan of a fit: what it needs, and how it stays within a limit.
 
 Moments grow with the square of the features, not with the text. When they do
-not fit beside the models, the text is gone through several times, each pass
-gathering a part: keys or values, some heads, some target layers.
+not fit beside the models, the text is read in several passes, each of which
+gathers a part: keys or values, some KV heads, some target layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from kvgraft.errors import FitError
 from kvgraft.fit.config import FitConfig
@@ -21,7 +20,7 @@ from kvgraft.option_names import named
 __all__ = ["FitMemoryPlan", "Part", "plan_fit_memory", "solve_bytes"]
 
 _WORKING_BYTES = 256 << 20
-"""Allowed for a model's activations and the interpreter; an estimate."""
+"""Allowance for activations and the interpreter; an estimate."""
 
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -32,7 +31,7 @@ class Part:
 
     Attributes:
         kind: ``"keys"`` or ``"values"``.
-        heads: Heads, in the ``"heads"`` structure; ``None`` for all.
+        heads: KV heads, in the ``"heads"`` structure; ``None`` for all.
         targets: Target layers; ``None`` for all.
         nbytes: Memory of the fitted and the held-out totals together.
     """
@@ -45,21 +44,21 @@ class Part:
 
 @dataclass(frozen=True)
 class FitMemoryPlan:
-    """How a fit goes about its memory.
+    """How much memory a fit uses, and in how many passes.
 
     Attributes:
         structure: Structure of the moments; see :class:`Moments`.
         passes: Parts per pass over the text.
         spill: Moments go to disk between gathering and solving.
         sequential: The models run one after the other.
-        model_bytes: Weights that are in memory together.
+        model_bytes: Model weights that are in memory together.
         capture_bytes: One sequence's caches, and the rows that wait to be
             multiplied.
         moment_bytes: The largest pass.
         solve_bytes: The largest system of equations.
-        disk_bytes: Most that is on disk at a time, checkpoints not counted.
+        disk_bytes: Peak use of the disk, checkpoints not counted.
         rows: Rows that are fitted on.
-        in_dim: Features per system, for keys and values the larger.
+        in_dim: Features per system of equations, the larger of keys and values.
     """
 
     structure: str
@@ -105,7 +104,7 @@ def plan_fit_memory(
     rows: int | None = None,
     sequences: int | None = None,
 ) -> FitMemoryPlan:
-    """Plan a fit's memory, and split it into passes where a limit asks for it.
+    """Plan a fit's memory, in several passes if a limit requires it.
 
     Args:
         source: Geometry of the source.
@@ -116,74 +115,126 @@ def plan_fit_memory(
         sequences: Sequences in all, if known; else from ``config``.
 
     Raises:
-        FitError: If it cannot be done within the limit; the message says what
-            would be enough.
+        FitError: If no plan is within the limit; the message says how much the
+            smallest one needs.
     """
-    structure = config.structure
-    n_heads = common_heads(source, target)
-    if structure == "auto" and config.head_mapping == "auto":
-        facts: dict[str, Any] = {"model_bytes": model_bytes, "rows": rows, "sequences": sequences}
-        try:
-            return plan_fit_memory(source, target, replace(config, structure="full"), **facts)
-        except FitError:
-            if n_heads is None:
-                raise
-        return plan_fit_memory(source, target, replace(config, structure="heads"), **facts)
-    if structure == "auto":
-        structure = "heads" if config.head_mapping == "local" and n_heads is not None else "full"
-    if rows is None:
-        rows = round(config.sequences * (1 - config.heldout)) * len(
-            range(config.skip, config.seq_len, config.stride)
-        )
-    n_sequences = config.sequences if sequences is None else sequences
-    heads = tuple(range(n_heads or 0)) if structure == "heads" else None
-    in_dim = max(_in_dim(source, kind, config) for kind in KINDS)
-    largest = _solve_bytes(target, in_dim)
-    models = max(model_bytes) if config.sequential else sum(model_bytes)
-    source_row_bytes = _row_bytes(source)
     per_sequence = len(range(config.skip, config.seq_len, config.stride))
-    base_disk = n_sequences * per_sequence * source_row_bytes if config.sequential else 0
+    if rows is None:
+        rows = round(config.sequences * (1 - config.heldout)) * per_sequence
+    n_sequences = config.sequences if sequences is None else sequences
+    stored = n_sequences * per_sequence * _row_bytes(source) if config.sequential else 0
+    n_heads = common_heads(source, target)
+    for structure in _structures(config, n_heads):
+        heads = tuple(range(n_heads or 0)) if structure == "heads" else None
+        costs = _Costs(source, target, config, structure, heads, model_bytes, rows, stored)
+        plan = costs.smallest_plan(config.memory_limit)
+        if config.memory_limit is None or plan.peak_bytes <= config.memory_limit:
+            return plan
+    raise FitError(_no_room(plan, config, n_heads, model_bytes))
 
-    def build(passes: Sequence[Sequence[Part]], spill: bool) -> FitMemoryPlan:
-        total = sum(part.nbytes for one in passes for part in one)
+
+def _structures(config: FitConfig, n_heads: int | None) -> tuple[str, ...]:
+    """Structures of the moments that serve a config, the preferred one first."""
+    if config.structure != "auto":
+        return (config.structure,)
+    if config.head_mapping == "auto":
+        return ("full",) if n_heads is None else ("full", "heads")
+    return ("heads" if config.head_mapping == "local" and n_heads is not None else "full",)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What all plans of a fit with one structure have in common.
+
+    Attributes:
+        heads: KV heads, in the ``"heads"`` structure; else ``None``.
+        stored_bytes: The source's rows on disk, where the models run one after the other.
+    """
+
+    source: ModelGeometry
+    target: ModelGeometry
+    config: FitConfig
+    structure: str
+    heads: tuple[int, ...] | None
+    model_bytes: tuple[int, int]
+    rows: int
+    stored_bytes: int
+
+    def smallest_plan(self, limit: int | None) -> FitMemoryPlan:
+        """The plan with the fewest passes within ``limit``; if none is, the one closest to it."""
+        whole = [self._part(kind, self.heads, None) for kind in KINDS]
+        plan = self._plan([whole], spill=False)
+        if limit is None or plan.peak_bytes <= limit:
+            return plan
+        plan = self._plan([whole], spill=True)
+        if plan.peak_bytes <= limit:
+            return plan
+        return self._split_passes(plan, limit)
+
+    def _split_passes(self, plan: FitMemoryPlan, limit: int) -> FitMemoryPlan:
+        """Parts of the moments, as large as ``limit`` allows, packed into passes."""
+        room = limit - (plan.peak_bytes - plan.moment_bytes)
+        for blocks in _block_counts(len(self.target.layers)):
+            for width in _head_widths(self.heads):
+                parts = self._parts(width, blocks)
+                if max(part.nbytes for part in parts) > max(room, 0):
+                    one_each = self._plan([[p] for p in parts], spill=True)
+                    plan = min(plan, one_each, key=lambda p: p.peak_bytes)
+                    continue
+                packed = self._plan(_pack(parts, room), spill=True)
+                if packed.peak_bytes <= limit:
+                    return packed
+        return plan
+
+    def _parts(self, width: int, blocks: int) -> list[Part]:
+        """All moments, in parts of ``width`` heads and 1/``blocks`` of the target layers."""
+        return [
+            self._part(kind, group, span)
+            for kind in KINDS
+            for group in _chunks(self.heads, width)
+            for span in _spans(len(self.target.layers), blocks)
+        ]
+
+    def _part(
+        self, kind: str, heads: tuple[int, ...] | None, targets: tuple[int, ...] | None
+    ) -> Part:
+        sizes = [
+            Moments.planned_bytes(
+                self.source,
+                self.target,
+                structure=self.structure,
+                kinds=(kind,),
+                n_heads=None if heads is None else len(heads),
+                targets=targets,
+                itemsize=itemsize,
+            )
+            for itemsize in (8, 4)  # fitted on, held out
+        ]
+        return Part(kind, heads, targets, sum(sizes))
+
+    def _plan(self, passes: Sequence[Sequence[Part]], *, spill: bool) -> FitMemoryPlan:
+        sizes = [sum(part.nbytes for part in one) for one in passes]
+        in_dim = max(_in_dim(self.source, kind, self.config) for kind in KINDS)
+        sequential = self.config.sequential
         return FitMemoryPlan(
-            structure,
-            tuple(tuple(one) for one in passes),
-            spill,
-            config.sequential,
-            models,
-            _capture_bytes(source, target, config),
-            max(sum(part.nbytes for part in one) for one in passes),
-            largest,
-            base_disk + (total if spill else 0),
-            rows,
-            in_dim,
+            structure=self.structure,
+            passes=tuple(tuple(one) for one in passes),
+            spill=spill,
+            sequential=sequential,
+            model_bytes=max(self.model_bytes) if sequential else sum(self.model_bytes),
+            capture_bytes=_capture_bytes(self.source, self.target, self.config),
+            moment_bytes=max(sizes),
+            solve_bytes=_solve_bytes(self.target, in_dim),
+            disk_bytes=self.stored_bytes + (sum(sizes) if spill else 0),
+            rows=self.rows,
+            in_dim=in_dim,
         )
 
-    whole = [_part(source, target, structure, kind, heads, None) for kind in KINDS]
-    plan = build([whole], spill=False)
-    if config.memory_limit is None or plan.peak_bytes <= config.memory_limit:
-        return plan
-    plan = build([whole], spill=True)
-    if plan.peak_bytes <= config.memory_limit:
-        return plan
-    room = config.memory_limit - (plan.peak_bytes - plan.moment_bytes)
-    best = plan
-    n_targets = len(target.layers)
-    for blocks in _block_counts(n_targets):
-        for width in _head_widths(heads):
-            parts = [
-                _part(source, target, structure, kind, group, span)
-                for kind in KINDS
-                for group in _chunks(heads, width)
-                for span in _spans(n_targets, blocks)
-            ]
-            if max(part.nbytes for part in parts) > max(room, 0):
-                best = min(best, build([[p] for p in parts], True), key=lambda p: p.peak_bytes)
-                continue
-            plan = build(_pack(parts, room), spill=True)
-            if plan.peak_bytes <= config.memory_limit:
-                return plan
+
+def _no_room(
+    plan: FitMemoryPlan, config: FitConfig, n_heads: int | None, model_bytes: tuple[int, int]
+) -> str:
+    """What to say where even ``plan``, the smallest, is over the limit."""
     advice = ""
     if config.head_mapping != "local" and n_heads is not None:
         advice = f" {named('head_mapping', 'local')} needs less."
@@ -192,17 +243,20 @@ def plan_fit_memory(
             f" Running the models one after the other ({named('sequential', True)}) saves one of "
             "them."
         )
-    raise FitError(
-        f"{named('memory_limit')} of {_size(config.memory_limit)} is not enough: the least that "
-        f"was found is about {_size(best.peak_bytes)} (models {_size(best.model_bytes)}, moments "
-        f"{_size(best.moment_bytes)}, solving {_size(best.solve_bytes)}, activations "
-        f"{_size(_WORKING_BYTES)}).{advice} A smaller "
-        f"{named('k')} makes solving smaller."
+    return (
+        f"{named('memory_limit')} of {_size(config.memory_limit or 0)} is not enough: the smallest "
+        f"plan found needs about {_size(plan.peak_bytes)} (models {_size(plan.model_bytes)}, "
+        f"moments {_size(plan.moment_bytes)}, solving {_size(plan.solve_bytes)}, activations "
+        f"{_size(_WORKING_BYTES)}).{advice} A smaller {named('k')} makes solving smaller."
     )
 
 
 def solve_bytes(source: ModelGeometry, target: ModelGeometry, config: FitConfig) -> int:
-    """Memory of the largest system of a config whose k and plan are settled."""
+    """Memory of the largest system of equations, in bytes.
+
+    ``k`` and ``head_mapping`` of ``config`` are counted as their smallest candidates
+    where they are ``"auto"``.
+    """
     in_dim = max(_in_dim(source, kind, config) for kind in KINDS)
     return _solve_bytes(target, in_dim)
 
@@ -215,7 +269,7 @@ def _solve_bytes(target: ModelGeometry, in_dim: int) -> int:
 
 
 def _in_dim(source: ModelGeometry, kind: str, config: FitConfig) -> int:
-    """Features of a system; of the smallest candidate where k is to be chosen."""
+    """Features of a system; of the smallest candidate where something is ``"auto"``."""
     columns = Columns.of(source, kind)
     k = 1 if config.k == "auto" else config.k if kind == "keys" else config.k_of_values
     n = len(columns.dims) if k == "all" else min(int(k), len(columns.dims))
@@ -233,31 +287,8 @@ def _capture_bytes(source: ModelGeometry, target: ModelGeometry, config: FitConf
     floats = 4 * sum(Columns.of(g, kind).width for g in (source, target) for kind in KINDS)
     taken = len(range(config.skip, config.seq_len, config.stride))
     # The full caches of one sequence, and up to a chunk of rows: once as they
-    # wait, once laid side by side for the product (in float64, one kind at a time).
+    # are collected, once as one matrix (in float64, one kind at a time).
     return config.seq_len * per_token + 2 * floats * (taken + 1024)
-
-
-def _part(
-    source: ModelGeometry,
-    target: ModelGeometry,
-    structure: str,
-    kind: str,
-    heads: tuple[int, ...] | None,
-    targets: tuple[int, ...] | None,
-) -> Part:
-    sizes = [
-        Moments.planned_bytes(
-            source,
-            target,
-            structure=structure,
-            kinds=(kind,),
-            n_heads=None if heads is None else len(heads),
-            targets=targets,
-            itemsize=itemsize,
-        )
-        for itemsize in (8, 4)  # fitted on, held out
-    ]
-    return Part(kind, heads, targets, sum(sizes))
 
 
 def _block_counts(n: int) -> list[int]:
@@ -294,7 +325,7 @@ def _spans(n: int, blocks: int) -> list[tuple[int, ...] | None]:
 
 
 def _pack(parts: Sequence[Part], room: int) -> list[list[Part]]:
-    """Parts into as few passes as a first fit finds."""
+    """First-fit packing of parts into passes of at most ``room`` bytes."""
     passes: list[list[Part]] = []
     for part in parts:
         for one in passes:
