@@ -50,7 +50,7 @@ from kvgraft.fit import (
 from kvgraft.fit.capture import CachedRows, FeatureExtractor, capture, row_positions
 from kvgraft.fit.checkpoint import FitCheckpoint
 from kvgraft.fit.features import common_heads
-from kvgraft.fit.search import Documents, read_documents, score, with_own
+from kvgraft.fit.search import Documents, read_documents, score, with_target_nll
 from kvgraft.fit.token_weights import row_weights
 from kvgraft.fit.tune import tune
 from kvgraft.mapper.mapper import Mapper
@@ -180,7 +180,7 @@ class Reading:
             self.folder.save_rows(f"text_{label}", i, rows)
             mx.clear_cache()
         for i in documents:
-            read = read_documents(model, self.documents[i][None], self.prefix, alone=False)
+            read = read_documents(model, self.documents[i][None], self.prefix, score_source=False)
             pairs = [read.source[0][layer] for layer in sorted(read.source[0])]
             kept = CachedRows([k[0] for k, _ in pairs], [v[0] for _, v in pairs])
             self.folder.save_rows(f"doc_{label}", i, kept)
@@ -247,7 +247,7 @@ class Pair:
         self.sides = source, 1 - source
         self.geometries = reading.geometry(source), reading.geometry(1 - source)
         self.model = loaded(reading.paths[1 - source]).model
-        self.documents = with_own(reading.source_documents(source), self.model)
+        self.documents = with_target_nll(reading.source_documents(source), self.model)
         self._scores: dict[tuple[str, str], LayerScores] = {}
         self._together = False
 
@@ -459,7 +459,7 @@ def compare(
     fitted: Sequence[Path] = (),
 ) -> list[dict[str, Any]]:
     """All recipes, the baseline first, then mappers that were fitted elsewhere."""
-    native = pair.documents.native
+    native = pair.documents.native_nll
     earlier: dict[str, list[float]] = {}
     out = []
     for name, recipe in chosen.items():
@@ -565,7 +565,7 @@ def run(
             all_layers=args.k >= n_layers,
         )
         pair = Pair(reading, int(args.swap))
-        native, none = np.mean(pair.documents.native), np.mean(pair.documents.without)
+        native, none = np.mean(pair.documents.native_nll), np.mean(pair.documents.no_context_nll)
         names = [Path(reading.paths[side]).name for side in pair.sides]
         print(
             f"{names[0]} -> {names[1]}: loss with its own cache {native:.4f}, without context "
@@ -580,8 +580,8 @@ def run(
         "documents": len(reading.documents),
         "prefix": reading.prefix,
         "scored": reading.documents.shape[1] - reading.prefix,
-        "native": list(pair.documents.native),
-        "no_context": list(pair.documents.without),
+        "native": list(pair.documents.native_nll),
+        "no_context": list(pair.documents.no_context_nll),
         "recipes": rows,
     }
     if args.json:

@@ -71,9 +71,9 @@ def main() -> None:
     result = tune(
         Mapper.load(args.mapper),
         lambda i: read_documents(
-            models[0], fitted[i % len(fitted)][None], args.prefix, alone=False
+            models[0], fitted[i % len(fitted)][None], args.prefix, score_source=False
         ),
-        read_documents(models[0], heldout, args.prefix, alone=False),
+        read_documents(models[0], heldout, args.prefix, score_source=False),
         models[1],
         read_geometry(models[1]),
         config=FitConfig(tune_steps=args.steps, tune_batch=args.batch, tune_rate=args.rate),

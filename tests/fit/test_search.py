@@ -64,7 +64,9 @@ def search(losses, monkeypatch, *, config=AUTO, layers=28, fits=lambda config: T
     monkeypatch.setattr(
         choose_module, "score", lambda mapper, *rest: [losses(mapper.config) + d for d in (0, 1)]
     )
-    documents = Documents(np.zeros((2, 8), np.int32), 4, [], native=[1.0, 2.0], alone=[1, 2])
+    documents = Documents(
+        np.zeros((2, 8), np.int32), 4, [], native_nll=[1.0, 2.0], source_nll=[1, 2]
+    )
     notes: list[str] = []
     mapper, trials = choose(
         solve, documents, None, geo, geo, config, fits=fits, notify=notes.append
@@ -152,7 +154,7 @@ def test_scores_are_those_of_a_hand_over(folder):
     tokens = np.random.default_rng(0).integers(0, 200, (2, 40)).astype(np.int32)
     documents = read_documents(source.model, tokens, 30)
     got = score(mapper, documents, target.model, geos[1])
-    for row, loss, alone in zip(tokens.tolist(), got, documents.alone):
+    for row, loss, alone in zip(tokens.tolist(), got, documents.source_nll):
         cache = prefill(source.model, row[:29])
         grafted = map_cache(cache, mapper, target.model)
         assert loss == pytest.approx(

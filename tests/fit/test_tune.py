@@ -57,7 +57,7 @@ def poor(folder, pair):
 @pytest.fixture(scope="module")
 def documents(folder, pair):
     text = read_text(folder / "text.txt", pair[0].tokenizer, sequences=12, seq_len=48, heldout=0.25)
-    read = [read_documents(pair[0].model, t[None], 36, alone=False) for t in text.tokens]
+    read = [read_documents(pair[0].model, t[None], 36, score_source=False) for t in text.tokens]
     held = text.heldout
     return (
         [d for d, h in zip(read, held) if not h],

@@ -186,7 +186,7 @@ class SourceDocuments:
         text = self._job.calibration
         fitted = text.tokens[~text.heldout]
         row = fitted[i % len(fitted)]
-        return read_documents(self._job.source.load(), row[None], self._prefix, alone=False)
+        return read_documents(self._job.source.load(), row[None], self._prefix, score_source=False)
 
 
 _Sequence = tuple[int, FeatureRows, FeatureRows, dict[str, NDArray[np.float64]] | None]

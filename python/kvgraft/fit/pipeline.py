@@ -26,7 +26,7 @@ from kvgraft.fit.gather import WHO, GatheredMoments, Gatherer, SourceDocuments, 
 from kvgraft.fit.layer_ranking import score_layers
 from kvgraft.fit.memory_plan import FitMemoryPlan, solve_bytes
 from kvgraft.fit.prepare import FitJob, Text, prepare
-from kvgraft.fit.search import choose, trace, with_own
+from kvgraft.fit.search import choose, trace, with_target_nll
 from kvgraft.fit.solve import heldout_scores, mean_scores
 from kvgraft.fit.time_estimate import FitTime, estimate_time, measure_blas
 from kvgraft.fit.tune import KEPT_BYTES, tune
@@ -228,7 +228,7 @@ class _LastStages:
         scores = score_layers(
             moments.fit, moments.heldout, rule=job.config.layer_ranking, ridge=ridge
         )
-        documents = with_own(self._documents.heldout, job.target.load())
+        documents = with_target_nll(self._documents.heldout, job.target.load())
         mapper, trials = choose(
             lambda config: moments.solve(config, scores=scores),
             documents,

@@ -1,15 +1,15 @@
-"""Choosing k and head plan by what the target makes of the mapped cache.
+"""Selecting k and head mapping by the target's loss with the mapped cache.
 
-R² ranks source layers within a pair well enough, and is wrong about how many of
-them to take: more features always raise it in-sample, often on held-out text
-too, while the target gets worse. So candidates are compared by the loss of the
-target on held-out text whose first part it has only as a mapped cache (the molt
+R² ranks the source layers of a pair well enough, but misleads about how many of
+them to use: more features always raise it in-sample, often on held-out text
+too, while the target's loss gets worse. So candidates are compared by the loss of
+the target on held-out text whose first part it has only as a mapped cache (the molt
 mappers choose k by the same number).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvgraft import cache as caches
 from kvgraft.errors import FitError
-from kvgraft.fit.config import FitConfig
+from kvgraft.fit.config import STORED_KEYS, FitConfig
 from kvgraft.fit.features import common_heads
 from kvgraft.fit.weight_format import storage_problem
 from kvgraft.mapper.mapper import Mapper
@@ -32,19 +32,19 @@ __all__ = [
     "Documents",
     "Trial",
     "choose",
+    "head_mappings_to_try",
     "ks_to_try",
-    "plans_to_try",
     "read_documents",
     "score",
     "trace",
-    "with_own",
+    "with_target_nll",
 ]
 
 K_TO_TRY = (1, 2, 4, 8, 12, 16, 24)
-"""Numbers of source layers that are compared; those beyond the source's are left out."""
+"""Numbers of source layers that are compared, up to those that the source has."""
 
 TOLERANCE = 0.002
-"""Nats by which a larger map must be better than a smaller one."""
+"""Nats per token by which a larger map must be better than a smaller one."""
 
 _PATIENCE = 2
 
@@ -56,19 +56,21 @@ class Documents:
     Attributes:
         tokens: ``[n, length]`` token ids.
         prefix: Tokens before the scored part. The caches hold one less: the last
-            one is read by the target itself, as in a hand-off.
-        source: The source's cached keys and values of each document, per layer.
-        native: Loss per document of the target with its own cache.
-        without: Loss per document of the target on the scored part alone.
-        alone: Loss per document of the source going on by itself.
+            one is the native end of one token, as in a hand-off.
+        source: Per document ``{layer: (keys, values)}`` as the source cached them,
+            ``[1, n_kv_heads, prefix - 1, head_dim]``.
+        native_nll: Loss per document of the target with its native cache, nats per
+            token.
+        no_context_nll: The same without the first part.
+        source_nll: The same of the source with its own cache.
     """
 
     tokens: NDArray[np.int32]
     prefix: int
     source: list[dict[int, tuple[mx.array, mx.array]]]
-    native: Sequence[float] = ()
-    without: Sequence[float] = ()
-    alone: Sequence[float] = ()
+    native_nll: Sequence[float] = ()
+    no_context_nll: Sequence[float] = ()
+    source_nll: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -76,24 +78,24 @@ class Trial:
     """One candidate, as it was measured.
 
     Attributes:
-        plan: Head plan.
+        head_mapping: Head mapping.
         k: Source layers of the keys.
         k_values: Source layers of the values.
-        layers: ``"shared"`` or ``"separate"``.
+        source_layers: ``"shared"`` or ``"separate"``.
         ridge_lambda: λ, or ``"auto"``.
         n_parameters: Size of the map.
         nll: Mean loss over the documents, nats per token.
-        gap: Mean of the loss minus that of the target's own cache.
+        gap: Mean of the loss minus that with the native cache.
         gap_error: Standard error of ``gap`` over documents.
         r2_keys: Mean held-out R² of the keys.
         r2_values: Mean held-out R² of the values.
         chosen: Whether this candidate became the mapper.
     """
 
-    plan: str
+    head_mapping: str
     k: int | str
     k_values: int | str
-    layers: str
+    source_layers: str
     ridge_lambda: float | str
     n_parameters: int
     nll: float
@@ -106,17 +108,19 @@ class Trial:
     def line(self) -> str:
         """One row of the trace."""
         values = "" if self.k_values == self.k else f" (values {self.k_values})"
-        extra = "" if self.layers == "shared" else ", separate layers"
+        extra = "" if self.source_layers == "shared" else ", separate layers"
         return (
-            f"{self.plan} k={self.k}{values}{extra}, lambda {_number(self.ridge_lambda)}: loss "
-            f"{self.nll:.4f}, {self.gap:+.4f} ± {self.gap_error:.4f} against the target's own "
-            f"cache; R2 {self.r2_keys:.3f}/{self.r2_values:.3f}; "
-            f"{self.n_parameters / 1e6:.1f} M parameters"
+            f"{self.head_mapping} k={self.k}{values}{extra}, lambda "
+            f"{_number(self.ridge_lambda)}: loss {self.nll:.4f}, {self.gap:+.4f} ± "
+            f"{self.gap_error:.4f} against the native cache; R2 {self.r2_keys:.3f}/"
+            f"{self.r2_values:.3f}; {self.n_parameters / 1e6:.1f} M parameters"
         )
 
 
-def plans_to_try(source: ModelGeometry, target: ModelGeometry, config: FitConfig) -> list[str]:
-    """Head plans to compare for a pair: the cheap one first."""
+def head_mappings_to_try(
+    source: ModelGeometry, target: ModelGeometry, config: FitConfig
+) -> list[str]:
+    """Head mappings to compare for a pair, the cheapest first."""
     if config.head_mapping != "auto":
         return [config.head_mapping]
     if common_heads(source, target) is not None:
@@ -134,15 +138,15 @@ def ks_to_try(source: ModelGeometry, config: FitConfig) -> list[int | str]:
 
 
 def read_documents(
-    model: Any, tokens: NDArray[np.int32], prefix: int, *, alone: bool = True
+    model: Any, tokens: NDArray[np.int32], prefix: int, *, score_source: bool = True
 ) -> Documents:
-    """Let the source read the first part of held-out text, and keep its caches.
+    """Read the first part of held-out text with the source, and keep its caches.
 
     Args:
         model: The source.
         tokens: ``[n, length]`` token ids.
         prefix: Tokens before the scored part.
-        alone: Score the source going on by itself, too.
+        score_source: Measure the source's own loss, too.
 
     Raises:
         FitError: If nothing would be scored.
@@ -154,22 +158,22 @@ def read_documents(
         )
     source, losses = [], []
     for row in tokens:
-        # In one call, after which sliding layers still hold all of it.
+        # In one step, so that sliding-window layers still hold all of it.
         cache = prefill(model, row[: prefix - 1].tolist(), step=prefix)
         snapshot = caches.read_cache(cache)
-        # Copies: scoring the source on its own writes into its buffers.
+        # Copies: scoring the source writes into its buffers.
         kept = {i: (mx.contiguous(k), mx.contiguous(v)) for i, (k, v) in enumerate(snapshot.layers)}
         mx.eval(kept)
         source.append(kept)
-        if alone:
+        if score_source:
             rest = row[prefix - 1 :].tolist()
             losses.append(float(continuation_nll(model, cache, rest).mean()))
         mx.clear_cache()
-    return Documents(tokens, prefix, source, alone=losses)
+    return Documents(tokens, prefix, source, source_nll=losses)
 
 
-def with_own(documents: Documents, model: Any) -> Documents:
-    """Add what the target makes of its own caches, and of no context at all."""
+def with_target_nll(documents: Documents, model: Any) -> Documents:
+    """The same documents with the target's loss, with its native cache and without context."""
     at, native, without = documents.prefix - 1, [], []
     for row in documents.tokens:
         cache = prefill(model, row[:at].tolist())
@@ -177,11 +181,11 @@ def with_own(documents: Documents, model: Any) -> Documents:
         native.append(float(continuation_nll(model, cache, rest).mean()))
         without.append(float(continuation_nll(model, None, rest).mean()))
         mx.clear_cache()
-    return replace(documents, native=native, without=without)
+    return replace(documents, native_nll=native, no_context_nll=without)
 
 
 def score(mapper: Mapper, documents: Documents, model: Any, geometry: ModelGeometry) -> list[float]:
-    """Loss per document of the target going on from a mapped cache.
+    """Loss per document of the target with a mapped cache, nats per token.
 
     Args:
         mapper: The mapper.
@@ -211,91 +215,126 @@ def choose(
 ) -> tuple[Mapper, list[Trial]]:
     """Compare candidates and return the best.
 
-    First every plan with growing k, until the loss has risen twice in a row;
-    then variations of the winner: more source layers for the values, separate
-    layers for keys and values, λ by held-out R², stronger λ. A larger map must beat a smaller one
-    by :data:`TOLERANCE`.
+    First every head mapping with growing k, until the loss has risen twice in a row;
+    then variations of the best: more source layers for the values, separate layers for
+    keys and values, λ by held-out R², larger λ. A larger map must be better than a
+    smaller one by :data:`TOLERANCE`.
 
     Args:
         solve: Makes the mapper of a candidate.
-        documents: Held-out text; see :func:`read_documents` and :func:`with_own`.
+        documents: Held-out text; see :func:`read_documents` and :func:`with_target_nll`.
         model: The target.
         source: Geometry of the source.
         target: Geometry of the target.
-        config: ``k`` and ``plan`` are tried where they are ``"auto"``.
-        fits: Whether a candidate can be solved in the memory there is.
+        config: ``k`` and ``head_mapping`` are searched where they are ``"auto"``.
+        fits: Whether a candidate can be solved within the memory limit.
         notify: Called with one line per candidate.
+
+    Returns:
+        The best mapper, and all candidates in the order they were tried.
 
     Raises:
         FitError: If no candidate can be solved or none gives a finite loss.
     """
-    trials: list[tuple[Trial, FitConfig]] = []
-    kept: tuple[Trial, Mapper] | None = None
 
-    def attempt(candidate: FitConfig) -> Trial | None:
-        nonlocal kept
-        if not fits(candidate):
-            if notify is not None:
-                notify(
-                    f"{candidate.head_mapping} k={candidate.k} needs more memory than the limit "
-                    "allows."
-                )
-            return None
+    def attempt(candidate: FitConfig) -> tuple[Trial, Mapper]:
         mapper = solve(candidate)
-        trial = _trial(mapper, candidate, score(mapper, documents, model, target), documents.native)
-        trials.append((trial, candidate))
-        if notify is not None:
-            notify(trial.line())
-        if np.isfinite(trial.nll) and (kept is None or _better(trial, kept[0])):
-            kept = trial, mapper
-        return trial
+        losses = score(mapper, documents, model, target)
+        return _trial(mapper, candidate, losses, documents.native_nll), mapper
 
-    def cannot_be_stored(candidate: FitConfig) -> bool:
-        problem = storage_problem(source, target, candidate)
-        if problem is not None and notify is not None:
-            notify(f"{candidate.head_mapping} k={candidate.k} is left out: {problem}.")
-        return problem is not None
+    def storable(candidate: FitConfig) -> str | None:
+        return storage_problem(source, target, candidate)
 
-    for plan in plans_to_try(source, target, config):
-        lowest, worse = float("inf"), 0
-        for k in ks_to_try(source, config):
-            if cannot_be_stored(replace(config, head_mapping=plan, k=k)):
-                continue
-            trial = attempt(replace(config, head_mapping=plan, k=k))
-            if trial is None:
-                break
-            worse = worse + 1 if trial.nll > lowest else 0
-            lowest = min(lowest, trial.nll)
-            if worse >= _PATIENCE:
-                break
-    if kept is None:
+    search = _Search(attempt, storable, fits, notify or (lambda line: None))
+    ks = ks_to_try(source, config)
+    for mapping in head_mappings_to_try(source, target, config):
+        search.grow([replace(config, head_mapping=mapping, k=k) for k in ks])
+    if search.best is None:
         raise FitError(
             "None of the candidates gives the target a finite loss: "
-            + ("; ".join(trial.line() for trial, _ in trials) or "none could be solved")
+            + ("; ".join(trial.line() for trial in search.trials) or "none could be solved")
             + "."
         )
     if config.k == "auto":
-        won = next(candidate for trial, candidate in trials if trial is kept[0])
-        for candidate in _variations(won, len(source.layers)):
-            if storage_problem(source, target, candidate) is None:
-                attempt(candidate)
-    chosen, mapper = kept
-    return mapper, [replace(t, chosen=t is chosen) for t, _ in trials]
+        search.vary(_variations(search.best.config, len(source.layers)))
+    best = search.best
+    return best.mapper, [replace(t, chosen=t is best.trial) for t in search.trials]
+
+
+@dataclass(frozen=True)
+class _Best:
+    trial: Trial
+    config: FitConfig
+    mapper: Mapper
+
+
+class _Search:
+    """The candidates tried so far, and the best of them."""
+
+    def __init__(
+        self,
+        attempt: Callable[[FitConfig], tuple[Trial, Mapper]],
+        storage_problem: Callable[[FitConfig], str | None],
+        fits: Callable[[FitConfig], bool],
+        notify: Callable[[str], None],
+    ) -> None:
+        self._attempt = attempt
+        self._storage_problem = storage_problem
+        self._fits = fits
+        self._notify = notify
+        self.trials: list[Trial] = []
+        self.best: _Best | None = None
+
+    def grow(self, candidates: Sequence[FitConfig]) -> None:
+        """Try candidates of growing size, until the loss has risen twice in a row."""
+        lowest, worse = float("inf"), 0
+        for candidate in candidates:
+            problem = self._storage_problem(candidate)
+            if problem is not None:
+                self._notify(f"{_name(candidate)} is left out: {problem}.")
+                continue
+            trial = self._try(candidate)
+            if trial is None:
+                return
+            worse = worse + 1 if trial.nll > lowest else 0
+            lowest = min(lowest, trial.nll)
+            if worse >= _PATIENCE:
+                return
+
+    def vary(self, candidates: Iterable[FitConfig]) -> None:
+        """Try all candidates that can be stored."""
+        for candidate in candidates:
+            if self._storage_problem(candidate) is None:
+                self._try(candidate)
+
+    def _try(self, candidate: FitConfig) -> Trial | None:
+        """Solve and score a candidate; ``None`` if it exceeds the memory limit."""
+        if not self._fits(candidate):
+            self._notify(f"{_name(candidate)} needs more memory than the limit allows.")
+            return None
+        trial, mapper = self._attempt(candidate)
+        self.trials.append(trial)
+        self._notify(trial.line())
+        if np.isfinite(trial.nll) and (self.best is None or _better(trial, self.best.trial)):
+            self.best = _Best(trial, candidate, mapper)
+        return trial
 
 
 def trace(documents: Documents, trials: Sequence[Trial]) -> dict[str, Any]:
-    """What goes into the artifact, JSON-ready."""
+    """What the artifact records of the search, JSON-ready."""
     n, length = documents.tokens.shape
     return {
         "documents": n,
         "prefix": documents.prefix,
         "scored_tokens": n * (length - documents.prefix),
-        "nll_source_alone": float(np.mean(documents.alone)),
-        "nll_without_context": float(np.mean(documents.without)),
+        "nll_source_alone": float(np.mean(documents.source_nll)),
+        "nll_without_context": float(np.mean(documents.no_context_nll)),
         "trials": [
             {
                 # JSON has no NaN and no infinity.
-                name: None if isinstance(value, float) and not np.isfinite(value) else value
+                STORED_KEYS.get(name, name): (
+                    None if isinstance(value, float) and not np.isfinite(value) else value
+                )
                 for name, value in asdict(trial).items()
             }
             for trial in trials
@@ -303,16 +342,21 @@ def trace(documents: Documents, trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def _variations(won: FitConfig, n_layers: int) -> Iterator[FitConfig]:
-    if won.k_values is None and isinstance(won.k, int) and won.k < n_layers:
-        yield replace(won, k_values=min(2 * won.k, n_layers))
-    if won.source_layers == "shared" and won.k != "all" and won.k != n_layers:
-        yield replace(won, source_layers="separate")
-    if isinstance(won.ridge_lambda, str):
+def _variations(best: FitConfig, n_layers: int) -> Iterator[FitConfig]:
+    """Candidates that differ from ``best`` in one setting."""
+    if best.k_values is None and isinstance(best.k, int) and best.k < n_layers:
+        yield replace(best, k_values=min(2 * best.k, n_layers))
+    if best.source_layers == "shared" and best.k != "all" and best.k != n_layers:
+        yield replace(best, source_layers="separate")
+    if isinstance(best.ridge_lambda, str):
         return
-    yield replace(won, ridge_lambda="auto")
+    yield replace(best, ridge_lambda="auto")
     for factor in (1e2, 1e4):
-        yield replace(won, ridge_lambda=won.ridge_lambda * factor)
+        yield replace(best, ridge_lambda=best.ridge_lambda * factor)
+
+
+def _name(config: FitConfig) -> str:
+    return f"{config.head_mapping} k={config.k}"
 
 
 def _number(value: float | str) -> str:
@@ -320,7 +364,7 @@ def _number(value: float | str) -> str:
 
 
 def _better(trial: Trial, best: Trial) -> bool:
-    """Whether a trial is to be preferred: lower loss, at a price in size."""
+    """Whether a trial has the lower loss, by :data:`TOLERANCE` if it is larger."""
     if trial.n_parameters > best.n_parameters:
         return trial.nll < best.nll - TOLERANCE
     if trial.n_parameters < best.n_parameters:
@@ -332,7 +376,7 @@ def _trial(
     mapper: Mapper, config: FitConfig, losses: Sequence[float], native: Sequence[float]
 ) -> Trial:
     gaps = np.array(losses) - np.array(native)
-    with np.errstate(invalid="ignore"):  # a candidate may lose with infinity or NaN
+    with np.errstate(invalid="ignore"):  # a loss may be infinite or NaN
         error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else 0.0
     return Trial(
         config.head_mapping,

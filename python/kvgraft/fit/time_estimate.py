@@ -10,7 +10,7 @@ import numpy as np
 from kvgraft.fit.config import FitConfig
 from kvgraft.fit.features import KINDS, Columns, common_heads
 from kvgraft.fit.memory_plan import FitMemoryPlan
-from kvgraft.fit.search import ks_to_try, plans_to_try
+from kvgraft.fit.search import head_mappings_to_try, ks_to_try
 from kvgraft.models.geometry import ModelGeometry
 
 __all__ = ["BlasRate", "FitTime", "estimate_time", "measure_blas"]
@@ -100,7 +100,7 @@ def estimate_time(
 def _candidates(source: ModelGeometry, target: ModelGeometry, config: FitConfig) -> list[FitConfig]:
     return [
         replace(config, head_mapping=plan, k=k)
-        for plan in plans_to_try(source, target, config)
+        for plan in head_mappings_to_try(source, target, config)
         for k in ks_to_try(source, config)
     ]
 
