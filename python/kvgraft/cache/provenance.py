@@ -72,11 +72,6 @@ class Provenance:
     native_start: Provenance | None = None
 
     @property
-    def generations(self) -> int:
-        """How often rows were mapped at most: once, plus once for each mark before."""
-        return 1 + (self.before.generations if self.before is not None else 0)
-
-    @property
     def ranges(self) -> tuple[MappedRange, ...]:
         """The mapped tokens, ascending; all others were computed by the model itself."""
         out: list[MappedRange] = []

@@ -60,7 +60,7 @@ class Repair:
         """Continue with a conversation that may have changed since, and keep what it shares.
 
         Returns:
-            Whether the repair can go on; ``False`` if its cache cannot be cut back.
+            Whether the repair can continue; ``False`` if its cache cannot be cut back.
         """
         n = common_prefix(self._read, tokens)
         if n < len(self._read) and not caches.trim(self._cache, n):

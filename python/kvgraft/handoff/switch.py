@@ -267,7 +267,7 @@ def _fill(work: _Work, decision: Decision) -> tuple[Decision, _Filled]:
             decision = decision.reprefill(str(error))
         except Exception as error:  # whatever it is, the user's turn must not be lost
             decision = decision.reprefill(f"{type(error).__name__}: {error}")
-        # Only here are the error and what its frames held gone.
+        # Here, after the error and its frames are gone.
         gc.collect()
         mx.clear_cache()
         failed["map"] = time.perf_counter() - start
@@ -365,9 +365,9 @@ class _Work:
         limit = self.options.max_mapped
         if limit is None:
             return 0
-        # Of the first ``held`` tokens the target has rows itself: those don't count.
-        worn = [r for r in self.state.mapped_ranges if r.times >= limit and held < r.stop]
-        return max((min(r.stop, stop) for r in worn if r.start < stop), default=0)
+        # The first ``held`` tokens are not mapped again: the target has its own rows.
+        often = [r for r in self.state.mapped_ranges if r.times >= limit and held < r.stop]
+        return max((min(r.stop, stop) for r in often if r.start < stop), default=0)
 
     def _take_own(self, length: int) -> list[Any]:
         """The target's own cache cut to ``length``; an empty one if that is not possible."""
