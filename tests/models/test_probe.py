@@ -21,8 +21,9 @@ from kvgraft.cache.map import map_cache
 from kvgraft.errors import KvgraftError, UnsupportedModelError
 from kvgraft.models.forward import prefill
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
-from kvgraft.models.probe import TOLERANCE, probe_table, read_geometry, rope_candidates
+from kvgraft.models.probe import TOLERANCE, probe_table, read_geometry
 from kvgraft.models.rope import NO_ROPE, RopeSpec, apply_rope, strip_rope
+from kvgraft.models.rope_candidates import rope_candidates
 
 HERE = [tiny for tiny in zoo.ZOO if tiny.available]
 PASSING = [tiny for tiny in HERE if zoo.expected_reason(tiny) is None]

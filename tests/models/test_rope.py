@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from mlx_lm.models import hunyuan_v1_dense, internlm3, rope_utils
 
 from kvgraft.errors import GeometryError
-from kvgraft.models.probe import rope_candidates
 from kvgraft.models.rope import NO_ROPE, RopeSpec, apply_rope, rotate_pairs, strip_rope
+from kvgraft.models.rope_candidates import rope_candidates
 from kvgraft.ops.fused import map_layer
 
 # float32 arithmetic on angles that are the module's own; measured: up to 1.5e-7.
