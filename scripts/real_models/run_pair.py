@@ -27,8 +27,8 @@ from kvgraft.cache.map import map_cache
 from kvgraft.evaluate.arms import run_arms
 from kvgraft.fit import FitConfig, GatheredMoments, Moments, MomentSet, read_text
 from kvgraft.fit.capture import FeatureExtractor, capture, row_positions
-from kvgraft.mapper import artifact
 from kvgraft.mapper.mapper import Mapper
+from kvgraft.mapper.verify import verify_artifact
 from kvgraft.models.forward import prefill
 from kvgraft.models.loading import LoadedModel, check_tokenizers, load_model
 from kvgraft.models.probe import read_geometry
@@ -196,7 +196,7 @@ def solve_all(
     for name, config in configs.items():
         seconds, mapper = once(lambda config=config: moments.solve(config))
         path = mapper.save(folder / name.replace(" ", "-"))
-        artifact.verify(path)
+        verify_artifact(path)
         mappers[name] = Mapper.load(path)
         keys = [m.scores["r2_keys"] for m in mapper.layers]
         values = [m.scores["r2_values"] for m in mapper.layers]

@@ -15,7 +15,7 @@ from kvgraft.errors import FitError
 from kvgraft.fit import FitConfig, fit_mapper, read_text
 from kvgraft.fit import tune as tune_module
 from kvgraft.fit.search import Documents, read_documents
-from kvgraft.fit.tune import _kl, _Start, divergence, tune
+from kvgraft.fit.tune import _kl, _TunableMap, divergence, tune
 from kvgraft.models.forward import prefill
 from kvgraft.models.loading import load_model
 from kvgraft.models.probe import read_geometry
@@ -87,7 +87,7 @@ def test_divergence_is_that_of_a_hand_over(pair, poor, documents):
 def test_no_change_is_the_mapper_itself(folder, pair, documents, plan):
     mapper = fit_mapper(*pair, folder / "text.txt", replace(POOR, head_mapping=plan))
     document = documents[0][0]
-    start = _Start(mapper, document)
+    start = _TunableMap(mapper, document)
     cache = start.cache(start.zeros(), document.source[0])
     row = document.tokens[0].tolist()
     want = map_cache(prefill(pair[0].model, row[:35]), mapper, pair[1].model)
@@ -105,7 +105,7 @@ def test_no_change_is_the_mapper_itself(folder, pair, documents, plan):
 def test_the_gradient_is_that_of_the_loss(pair, poor, documents):
     document = documents[0][0]
     model = pair[1].model
-    start = _Start(poor, document)
+    start = _TunableMap(poor, document)
     rest = mx.array(document.tokens[0][35:-1])[None]
     wanted = model(rest, cache=prefill(model, document.tokens[0][:35].tolist()))[0]
 

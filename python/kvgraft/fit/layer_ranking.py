@@ -5,9 +5,9 @@ explains. The paper (section 2.3) scores head by head, each target head from the
 source head of the same index, averages over heads and over RoPE-stripped keys
 and values, and takes the k best per target layer (section 3.2).
 
-By default the regression is scored on text that it was not fitted on. In-sample
-scores cannot tell an explanation from a memory: on pure noise they grow with
-the width of the features, and held-out ones do not.
+By default the regression is scored on held-out text. In-sample scores reward
+overfitting: on pure noise they grow with the width of the features, and held-out
+scores do not.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def score_layers(
     """
     source, target = fit.source, fit.target
     if rule not in ("heldout", "paper"):
-        raise FitError(f"Unknown selection rule {rule!r}; use 'heldout' or 'paper'.")
+        raise FitError(f"Unknown layer ranking {rule!r}; use 'heldout' or 'paper'.")
     if rule == "paper" and not _is_matched(source, target):
         rule = "heldout"
     if rule == "heldout" and heldout is None:
-        raise FitError("The selection rule 'heldout' needs moments of held-out text.")
+        raise FitError("The layer ranking 'heldout' needs moments of held-out text.")
     counts = {layer.n_kv_heads for layer in (*source.layers, *target.layers)}
     matched = len(counts) == 1
     chosen = list(range(len(target.layers)) if targets is None else targets)

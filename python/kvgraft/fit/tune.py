@@ -1,15 +1,17 @@
-"""Tuning of the fitted map on what the target says.
+"""Tuning of the fitted map on the target's predictions (experimental).
 
-Least squares treats all errors of a cached number alike; the target does not.
-After the closed form, the same affine map (same weights, same cost at hand-off)
-is tuned for some steps so that the target, going on from the mapped
-cache, predicts what it would predict from its own: the loss is the KL divergence
-between the two. Each document is used once if there are enough of them, or else
-again and again: on few, tuning learns them by heart. Documents that are not
-trained on decide which step is kept, if any.
+Least squares weights all errors of a cached number alike; the target does not. After
+the closed form, the same affine map (same weights, same cost at hand-off) is trained
+for some steps so that the target, continuing from the mapped cache, predicts what it
+would predict from its native one: the loss is the KL divergence between the two. Each
+document is used once if there are enough of them, else several times; with few
+documents, tuning overfits. Documents that are not trained on decide which step is
+kept, if any.
 
-The step is made in units of the features' own spread: an input that varies by
-hundreds and one that varies by hundredths both move the output by about as much.
+Steps are taken in units of the features' standard deviations, so that inputs of
+different sizes change the output by about as much.
+
+Experimental: off by default, and measured on small pairs only.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ from kvgraft.progress import Progress
 __all__ = ["TuneResult", "divergence", "tune"]
 
 EVALUATIONS = 8
-"""How often the held-out documents are looked at. The divergence rises at first,
-so that stopping at the first rise would stop too early."""
+"""How often the held-out documents are scored. The divergence rises at first, so
+stopping at the first rise would be too early."""
 
 KEPT_BYTES = 768 << 20
-"""Documents that come up again are kept up to this size, instead of read again."""
+"""Documents that are used again are kept up to this many bytes, instead of re-prefilled."""
 
 _WARM_UP = 4
 
@@ -138,38 +140,38 @@ def tune(
     before = float(np.mean(divergence(mapper, heldout, model, geometry)))
     trace = [(0, before)]
     best: tuple[float, int, Mapper] = (before, 0, mapper)
-    shelf = _DocumentCache(
+    training_set = _DocumentCache(
         training, model, distinct, kept_bytes if steps * batch > (distinct or 0) else 0
     )
-    start = _Start(mapper, shelf(0)[0])
-    params: Params = start.zeros()
+    tunable = _TunableMap(mapper, training_set(0)[0])
+    params: Params = tunable.zeros()
     optimizer = optim.Adam(learning_rate=_schedule(config.tune_rate, steps), betas=[0.9, 0.99])
 
     def loss(params: Params, document: Documents, wanted: mx.array) -> mx.array:
-        cache = start.cache(params, document.source[0])
+        cache = tunable.cache(params, document.source[0])
         got = model(_rest(document, 0), cache=cache)[0].astype(mx.float32)
         return _kl(wanted, got)
 
     gradient = mx.value_and_grad(loss)
     marks = {round(steps * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)}
     for step in range(steps):
-        total, value = start.zeros(), 0.0
+        total, value = tunable.zeros(), 0.0
         for n in range(batch):
-            document, wanted = shelf(step * batch + n)
+            document, wanted = training_set(step * batch + n)
             one, grads = gradient(params, document, wanted)
             total = {name: total[name] + grads[name] / batch for name in total}
             mx.eval(total, one)
             value += float(one) / batch
             mx.clear_cache()
         if not np.isfinite(value):
-            break  # what was best so far stands
+            break  # the best so far is kept
         params = optimizer.apply_gradients(total, params)
         mx.eval(params, optimizer.state)
         if progress is not None:
             progress(step + 1, steps)
         if step + 1 not in marks:
             continue
-        candidate = start.mapper(params, config)
+        candidate = tunable.mapper(params, config)
         found = float(np.mean(divergence(candidate, heldout, model, geometry)))
         trace.append((step + 1, found))
         if notify is not None:
@@ -181,14 +183,14 @@ def tune(
 
 
 def _schedule(rate: float, steps: int) -> Any:
-    """A short rise, then down to a tenth along a cosine."""
+    """Linear warm-up, then cosine decay to a tenth."""
     rise = min(_WARM_UP, max(1, steps // 4))
     fall = optim.cosine_decay(rate, max(1, steps - rise), 0.1 * rate)
     return optim.join_schedules([optim.linear_schedule(rate / rise, rate, rise), fall], [rise])
 
 
 class _DocumentCache:
-    """Training documents with what the target makes of its own cache of them."""
+    """Training documents with the target's predictions from its native cache."""
 
     def __init__(
         self, read: Callable[[int], Documents], model: Any, distinct: int | None, room: int
@@ -211,8 +213,8 @@ class _DocumentCache:
         return document, wanted
 
 
-class _Start:
-    """The map that tuning starts from, ready to be differentiated."""
+class _TunableMap:
+    """A mapper as a differentiable function of normalised changes to its weights."""
 
     def __init__(self, mapper: Mapper, documents: Documents) -> None:
         self.mapper_before = mapper
@@ -231,7 +233,7 @@ class _Start:
         mx.eval(self._dense, self._unit)
 
     def _set_units(self, name: str, kind: str, part: LinearMap, documents: Documents) -> None:
-        """What a step of size 1 changes each number by."""
+        """Set by how much a step of size 1 changes each number."""
         spread = mx.array(self._spread(kind, part, documents))  # [heads, in]
         weight = self._dense[f"{name}.weight"]
         out = mx.sqrt(mx.square(weight * spread[..., None]).sum(axis=1, keepdims=True))
@@ -259,14 +261,14 @@ class _Start:
         )
 
     def zeros(self) -> Params:
-        """The starting point: no change."""
+        """No change: the mapper that tuning starts from."""
         return {name: mx.zeros(x.shape) for name, x in self._dense.items()}
 
     def _moved(self, params: Params, name: str) -> mx.array:
         return self._dense[name] + self._unit[name] * params[name]
 
     def cache(self, params: Params, source: dict[int, tuple[mx.array, mx.array]]) -> list[Any]:
-        """The target's cache as the changed map makes it; differentiable."""
+        """The target's cache as the changed map produces it; differentiable."""
         from mlx_lm.models.cache import KVCache
 
         mapper, out = self.mapper_before, []
@@ -305,7 +307,7 @@ class _Start:
         return self._strip[spec]
 
     def mapper(self, params: Params, config: FitConfig) -> Mapper:
-        """The changed map as a mapper of its own, weights stored as asked."""
+        """The changed map as a mapper, with weights stored as ``config`` says."""
         layers: list[LayerMap] = []
         for m in self.mapper_before.layers:
             parts = {}
@@ -316,7 +318,7 @@ class _Start:
                 bias = self._moved(params, f"{name}.bias")
                 mx.eval(bias)
                 parts[kind] = LinearMap.of(part.sources, stored, bias, part.heads)
-            # The scores are those of the map before; whoever has moments renews them.
+            # The scores are still the closed form's; callers with moments recompute them.
             layers.append(LayerMap(m.target_layer, parts["keys"], parts["values"], dict(m.scores)))
         return replace(
             self.mapper_before, layers=layers, fit=dict(self.mapper_before.fit), store=None
