@@ -162,7 +162,9 @@ def test_host_and_kernel_agree():
     assert re.findall(r"k(F32|F16|BF16|Absent) = (\d)", kernel) == [
         ("F32", "0"), ("F16", "1"), ("BF16", "2"), ("Absent", "3"),
     ]  # fmt: skip
-    assert "enum ElementType { kF32, kF16, kBF16, kAbsent };" in host
+    operands = (DIRECTORY.parent / "operands.h").read_text()
+    assert "enum class Type : uint8_t { f32, f16, bf16 };" in operands
+    assert "constexpr int kAbsent = 3;" in host
     assert re.findall(r"k(None|Split|Interleaved) = (\d)", kernel) == [
         ("None", "0"), ("Split", "1"), ("Interleaved", "2"),
     ]  # fmt: skip

@@ -366,7 +366,7 @@ def test_an_impossible_port_is_refused(capsys, port):
 def test_an_impossible_gain_is_refused(capsys, gain):
     with pytest.raises(SystemExit) as stop:
         cli.main(["serve", "--mapper", "nowhere", "--min-gain", gain])
-    assert stop.value.code == 2 and "no number of tokens" in capsys.readouterr().err
+    assert stop.value.code == 2 and "not a number of tokens" in capsys.readouterr().err
 
 
 def test_the_command_needs_a_mapper_and_other_commands_take_no_more(capsys):
