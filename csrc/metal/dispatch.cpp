@@ -94,9 +94,10 @@ Tile choose_tile(int64_t tokens, int64_t spans, int span, int cores) {
   return {32, 32};
 }
 
-std::vector<Dispatch> plan_dispatches(const Job& job, int cores, int max_sources,
-                                      const Tile* forced) {
-  const bool plan = job.mapping_width != 0;
+namespace {
+
+// What all dispatches of a job have in common.
+MapParams common_params(const Job& job) {
   MapParams p{};
   p.tokens = job.tokens;
   p.heads = job.heads;
@@ -104,23 +105,37 @@ std::vector<Dispatch> plan_dispatches(const Job& job, int cores, int max_sources
   p.rotate_pairs = pairs_of(job, job.rotate);
   for (int size = job.weight.group_size; size > 1; size /= 2) ++p.group_shift;
   const int octets = (job.out_dim + 7) / 8;
-  p.span = plan ? octets : job.heads * octets;
-  const int spans = plan ? job.heads : 1;
+  p.span = job.mapping_width ? octets : job.heads * octets;
   copy_strides(job.weight.strides, p.weight_strides);
   copy_strides(job.weight.scale_strides, p.scale_strides);
   copy_strides(job.weight.bias_strides, p.bias_strides);
   p.offset_strides[0] = job.bias.head_stride;
   p.offset_strides[1] = job.bias.out_stride;
   p.rotate = strides_of(job, job.rotate);
+  return p;
+}
 
-  // Rows of the weights: source layers in their order, whatever dispatch they are
-  // in.
+// First row of the weights of each source layer: in their order, whatever dispatch
+// they are in.
+std::vector<int32_t> weight_rows(const Job& job) {
+  const bool plan = job.mapping_width != 0;
   std::vector<int32_t> rows;
   int32_t row = 0;
   for (const Source& x : job.sources) {
     rows.push_back(row);
     row += (plan ? job.mapping_width : x.heads) * x.dim;
   }
+  return rows;
+}
+
+}  // namespace
+
+std::vector<Dispatch> plan_dispatches(const Job& job, int cores, int max_sources,
+                                      const Tile* forced) {
+  const bool plan = job.mapping_width != 0;
+  MapParams p = common_params(job);
+  const int spans = plan ? job.heads : 1;
+  const std::vector<int32_t> rows = weight_rows(job);
 
   const bool few = forced ? forced->columns == 0 : job.tokens <= kMaxRows;
   Tile tile{job.tokens <= 1 ? 1 : job.tokens <= 4 ? 4 : kMaxRows, kRowsColumns};

@@ -249,7 +249,7 @@ def test_what_the_kernels_refuse():
         ("wide_source = wide_source && x.dim_stride == 1 &&", "(void)", "layout-dims_first"),
         (".resume = step > 0,", ".resume = false,", "geometry-unequal_sources"),
         ("ceil_div(job.tokens, tile.tokens)", "job.tokens / tile.tokens", "batch"),
-        ("plan ? octets : job.heads * octets", "octets", "dtype-float16-float16"),
+        ("job.mapping_width ? octets : job.heads * octets", "octets", "dtype-float16-float16"),
         ("for (int size = job.weight.group_size; size > 1;", "for (int size = 32; size > 1;",
          "bits8-group128"),
         ("p.offset_strides[0] = job.bias.head_stride;", "", "dtype-float16-float16"),
