@@ -5,7 +5,7 @@
 
 Both models (default: the bundled pair) read the calibration text once and the beginnings
 of the held-out documents; rows, documents and moments are kept in a folder, so that a
-second call goes on from there: after an interruption, with other recipes, or with --swap
+second call continues from there: after an interruption, with other recipes, or with --swap
 the other way round. Each recipe is solved from the moments, and the target is scored on
 the rest of each document, of which it has only the mapped cache.
 
@@ -431,7 +431,7 @@ def read_all(args: argparse.Namespace, folder: Path) -> Reading:
     print(
         f"{int((~text.heldout).sum())} sequences of {text.seq_len} tokens to fit on, "
         f"{int(text.heldout.sum())} held out; {len(documents)} documents, {args.prefix - 1} tokens "
-        f"handed over, {args.scored} scored",
+        f"mapped, {args.scored} scored",
         flush=True,
     )
     identity = {

@@ -212,7 +212,7 @@ def velox(work: Work) -> Callable[[], None] | None:
 
 
 def busy_seconds() -> float | None:
-    """CPU seconds of the whole machine, steal included; None where it can't be told."""
+    """CPU seconds of the whole machine, steal included; None where it is not known."""
     try:
         with open("/proc/stat") as file:
             fields = [int(x) for x in file.readline().split()[1:9]]

@@ -10,7 +10,7 @@ namespace {
 // NaN and infinity have all bits of the exponent set, and nothing else does.
 template <class T, T kExponent>
 bool run_finite(const T* x, int64_t count, int64_t stride) {
-  constexpr int64_t kBlock = 4096;  // looked at without branches, before it is judged
+  constexpr int64_t kBlock = 4096;  // scanned without branches, then tested
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t end = begin + kBlock < count ? begin + kBlock : count;
     T special = 0;

@@ -1,5 +1,5 @@
 // What eval_gpu decides: which source layers share a dispatch, which kernel, which
-// variant of it, what it is told, and how many threadgroups there are. Neither
+// variant of it, its parameters, and how many threadgroups there are. Neither
 // Metal nor MLX is needed to decide, so it is tested where neither is.
 #pragma once
 

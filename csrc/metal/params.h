@@ -1,4 +1,4 @@
-// What one dispatch of the Metal kernels is told, read by the host and, pasted
+// Parameters of one dispatch of the Metal kernels, read by the host and, pasted
 // in front of map_layer.metal, by the kernels.
 #ifndef KVGRAFT_METAL_PARAMS_H
 #define KVGRAFT_METAL_PARAMS_H

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvgraft.cli.pretty import outline
+from kvgraft.cli.pretty import format_tree
 
 
 def test_outline():
@@ -15,7 +15,7 @@ def test_outline():
         "numbers": list(range(100, 140)),
         "digest": "0f" * 32,
     }
-    lines = outline(facts, 0)
+    lines = format_tree(facts, 0)
     assert lines[0] == "short: a 1, b None"
     assert lines[1] == "long:" and lines[2].startswith("  words: word word")
     assert "  number: 0.1235" in lines

@@ -9,7 +9,7 @@ from typing import Any
 from kvgraft.cache import QuantizedRows, read_cache
 from kvgraft.cache.prompt_files import PromptFile, is_prompt_file, read_prompt_file
 from kvgraft.cache.snapshot import LayerRows
-from kvgraft.cli.pretty import outline
+from kvgraft.cli.pretty import format_tree
 from kvgraft.errors import CacheError, MapperNotFoundError
 from kvgraft.mapper.mapper import Mapper, open_mapper
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         _print_geometry(geometry, args.layers)
     for title, facts in (("fit", mapper.fit), ("quality", mapper.quality.record)):
         print(f"\n{title}")
-        for line in outline({k: _without_fingerprints(v) for k, v in facts.items()}):
+        for line in format_tree({k: _without_fingerprints(v) for k, v in facts.items()}):
             print(line)
         if not facts:
             print("  nothing recorded")

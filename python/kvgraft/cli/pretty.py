@@ -6,14 +6,14 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["outline"]
+__all__ = ["format_tree"]
 
 _WIDTH = 88
 _DIGEST = 64
 """Hexadecimal digits of a SHA-256, of which twelve tell one from another."""
 
 
-def outline(facts: Mapping[str, Any], indent: int = 2) -> list[str]:
+def format_tree(facts: Mapping[str, Any], indent: int = 2) -> list[str]:
     """One line per fact, or several where one would be long: mappings indented, lists itemised.
 
     Numbers are shown with four digits and digests with twelve; the artifact has
@@ -33,7 +33,7 @@ def _lines(key: str, value: Any, indent: int) -> Iterator[str]:
         yield line
     elif isinstance(value, Mapping):
         yield f"{margin}{key}:"
-        yield from outline(value, indent + 2)
+        yield from format_tree(value, indent + 2)
     elif isinstance(value, (list, tuple)) and any(
         isinstance(item, (str, list, tuple, Mapping)) for item in value
     ):

@@ -18,7 +18,7 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Conversation:
-    """A text whose cache is handed over, and questions about it.
+    """A text whose cache is mapped, and questions about it.
 
     Attributes:
         context: The text that the source reads.

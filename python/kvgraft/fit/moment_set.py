@@ -64,11 +64,6 @@ class MomentSet:
         """Geometry of the target."""
         return self.parts[0].target
 
-    @property
-    def has_all_heads(self) -> bool:
-        """Whether features of different heads can go into one system."""
-        return all(part.structure == "full" for part in self.parts)
-
     def count(self, kind: str) -> float:
         """Sum of the weights of one kind's rows.
 
