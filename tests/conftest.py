@@ -16,10 +16,12 @@ NEEDS = "needs "
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``tools(*programs, install=command)`` where a program is missing.
+    """Run real models first, and skip tests marked ``tools(…)`` where a program is missing.
 
-    Where everything is demanded, as in CI, they fail instead.
+    Real models take minutes: begun last, they would keep one core busy alone. Where
+    everything is demanded, as in CI, tests without their tools fail instead.
     """
+    items.sort(key=lambda item: item.get_closest_marker("real") is None)
     if os.environ.get("KVGRAFT_CI"):
         return
     for item in items:
