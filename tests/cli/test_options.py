@@ -194,6 +194,14 @@ def test_the_warning_names_both(capsys):
     )
 
 
+@pytest.mark.parametrize("old", [["--tail", "3"], ["--tail=3"]])
+def test_the_warning_names_a_value_that_counts_otherwise(old, capsys):
+    current_names(["transfer", *old])
+    assert capsys.readouterr().err == (
+        "kvgraft: warning: --tail 3 is now --native-end 4; the old name will go in 0.3\n"
+    )
+
+
 def test_every_new_name_is_an_option():
     for command, names in RENAMED.items():
         parser = build_parser(command)

@@ -165,7 +165,8 @@ def _print_pair(source: LoadedModel, target: LoadedModel, mapper: Mapper) -> Non
             f"{role}  {Path(loaded.name).name}: {size / 1e6:.1f} M parameters, "
             f"{len(geometry.layers)} layers, {layer.n_kv_heads} KV heads x {layer.key_dim}"
         )
-    facts = ", ".join(f"{k} {mapper.fit[k]}" for k in ("plan", "k", "rows") if k in mapper.fit)
+    names = {"plan": "head mapping", "k": "k", "rows": "rows"}
+    facts = ", ".join(f"{name} {mapper.fit[k]}" for k, name in names.items() if k in mapper.fit)
     print(f"mapper  {mapper.n_parameters / 1e6:.2f} M parameters ({facts or 'unknown fit'})")
     verdict = mapper.quality.verdict
     print(f"verdict {verdict if verdict else 'never evaluated (kvgraft eval)'}")

@@ -60,13 +60,18 @@ def current_names(argv: Sequence[str]) -> list[str]:
             out.append(arg)
             continue
         convert = _CONVERTED.get((command, old), str)
-        _warn(old, new)
-        if equals:
-            out.append(f"{new}={convert(value)}")
-        else:
+        if convert is str:
+            _warn(old, new)
+            out.append(f"{new}={value}" if equals else new)
+            continue
+        given = value if equals else next(rest, None)
+        if given is None:
+            _warn(old, new)
             out.append(new)
-            if convert is not str and (following := next(rest, None)) is not None:
-                out.append(convert(following))
+            continue
+        # With the value, which would mean something else under the new name.
+        _warn(f"{old} {given}", f"{new} {convert(given)}")
+        out += [f"{new}={convert(given)}"] if equals else [new, convert(given)]
     return out
 
 

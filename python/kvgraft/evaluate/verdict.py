@@ -272,8 +272,8 @@ RULES = (
         NOTE,
         lambda f: f.over_alone[0] <= 0 and f.native >= f.alone,
         lambda f: (
-            f"The source alone predicts this text better (by {-f.over_alone[0]:.3f} nats), as it "
-            "does than the target with its own cache: switch to save memory or time."
+            f"The source alone predicts this text better (by {-f.over_alone[0]:.3f} nats), and "
+            "better than the target with its own cache: switch to save memory or time."
         ),
     ),
     Rule(
