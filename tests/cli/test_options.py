@@ -166,6 +166,8 @@ def test_help_fits_80_columns_and_its_examples_parse(command, monkeypatch, capsy
         ("fit --weights 8bit", "fit --weight-format 8bit"),
         ("fit --select nll --k 4", "fit --k 4"),
         ("fit --select=fixed --k 4", "fit --k 8 --head-mapping full --k 4"),
+        ("fit --select other", "fit --select other"),
+        ("plan --select=other", "plan --select=other"),
         ("eval m --heads 0 4 --tails 1", "eval m --native-starts 0 4 --native-ends 1"),
         ("generate --from a --to b", "generate --source a --target b"),
         ("generate --head 4 --tail 8", "generate --native-start 4 --native-end 8"),

@@ -50,7 +50,11 @@ def current_names(argv: Sequence[str]) -> list[str]:
             return [*out, arg, *rest]
         old, equals, value = arg.partition("=")
         if old == "--select" and command in ("fit", "plan"):
-            chosen = _SELECT.get(value if equals else next(rest, ""), [])
+            choice = value if equals else next(rest, "")
+            chosen = _SELECT.get(choice)
+            if chosen is None:  # never a value: the parser refuses the option
+                out += [arg] if equals else [arg, choice]
+                continue
             # First, so that a --k or --head-mapping that is given counts.
             out[1:1] = chosen
             _warn(old, " ".join(chosen) or "the default")
