@@ -1,16 +1,32 @@
-"""Progress of long operations: the callback that reports it, a step counter, a terminal bar."""
+"""Progress of long operations: callbacks that report it, a step counter, times, a bar."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
 
-__all__ = ["Progress", "StepCounter", "bar"]
+__all__ = ["Notify", "Progress", "StepCounter", "bar", "ignore", "timed"]
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
+
+Notify = Callable[[str], None]
+"""Called with a line that a user should see."""
+
+
+def ignore(line: str) -> None:
+    """A :data:`Notify` that shows nothing."""
+
+
+@contextmanager
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Put the wall time of the block into ``seconds[part]``, if the block ends well."""
+    started = time.perf_counter()
+    yield
+    seconds[part] = time.perf_counter() - started
 
 
 class StepCounter:

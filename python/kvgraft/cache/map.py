@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -29,6 +27,7 @@ from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.probe import read_geometry
 from kvgraft.models.token_ranges import TokenRanges
 from kvgraft.option_names import named
+from kvgraft.progress import timed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -264,19 +263,18 @@ def map_prompt(
     available = read_cache(source_cache, mapper.source, row=options.get("row")).offset
     n = available if n_tokens is None else n_tokens
     reused = 0 if start_cache is None else inspect.n_tokens(start_cache)
-    start = mapper.quality.native_start if native_start is None else native_start
-    end = mapper.quality.native_end if native_end is None else native_end
+    start, end = mapper.quality.native_ends(native_start, native_end)
     check_native_ends(start, end)
     ids = _token_ids(tokens, n) if max(start, end - 1, n - available) > 0 else []
     split = split_prompt(n, max(start, reused), end, available=available)
     seconds: dict[str, float] = {}
     own: list[Any] | None = None
     if split.native_start:
-        with _timed(seconds, "native_start"):
+        with timed(seconds, "native_start"):
             own = list(make_prompt_cache(target)) if start_cache is None else start_cache
             unread = ids[reused : split.native_start]
             extend_cache(target, unread, own, step=step, on_step=on_start_step)
-    with _timed(seconds, "map"):
+    with timed(seconds, "map"):
         cache = map_cache(
             source_cache, mapper, target, n_tokens=split.stop, start_cache=own, **options
         )
@@ -284,7 +282,7 @@ def map_prompt(
     if start_cache is not None:
         start_cache.clear()  # its rows were copied
     if split.stop < n:
-        with _timed(seconds, "native_end"):
+        with timed(seconds, "native_end"):
             extend_cache(target, ids[split.stop : n], cache, step=step)
     return MappedPrompt(cache, split.native_start, reused, split.mapped, split.native_end, seconds)
 
@@ -356,13 +354,6 @@ def _token_ids(tokens: Sequence[int] | None, n_tokens: int) -> Sequence[int]:
             f"{'none' if tokens is None else len(tokens)} were given."
         )
     return tokens
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    seconds[part] = time.perf_counter() - started
 
 
 def _check_stretch(start: int, stop: int, available: int) -> None:

@@ -83,9 +83,8 @@ class MappedLM(MLXLM):
             target_model=second.identity(),
         )
         self._source, self._model, self.tokenizer = first.model, second.model, second.tokenizer
-        quality = self._mapper.quality
-        self._native_start = quality.native_start if native_start is None else native_start
-        self._native_end = quality.native_end if native_end is None else native_end
+        ends = self._mapper.quality.native_ends(native_start, native_end)
+        self._native_start, self._native_end = ends
         check_native_ends(self._native_start, self._native_end)
         self._max_tokens = max_tokens
         self._batch_size = 1

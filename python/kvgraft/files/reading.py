@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvgraft.errors import FormatError, MapperNotFoundError
+from kvgraft.errors import FormatError, GeometryError, MapperNotFoundError, PairMismatchError
 
-__all__ = ["read_json", "read_json_file", "sha256_of"]
+__all__ = ["interpreting", "read_json", "read_json_file", "sha256_of"]
+
+
+@contextmanager
+def interpreting(where: str, advice: str = "Get the artifact again.") -> Iterator[None]:
+    """Turn what goes wrong while parsed JSON is interpreted into errors that say what to do.
+
+    Args:
+        where: What is interpreted, for messages.
+        advice: What to do, for messages.
+
+    Raises:
+        FormatError: If an entry is missing, of another kind, or contradicts others.
+    """
+    try:
+        yield
+    except (FormatError, PairMismatchError):
+        raise
+    except KeyError as error:
+        raise FormatError(f"{where} lacks the entry {error}. {advice}") from error
+    except GeometryError as error:
+        raise FormatError(f"{where} contradicts itself: {error} {advice}") from error
+    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise FormatError(f"{where} can't be read: {error}. {advice}") from error
 
 
 def read_json(text: str | bytes, where: str) -> Any:

@@ -35,11 +35,9 @@ from kvgraft.mapper.save import check_destination
 from kvgraft.models.handle import ModelHandle
 from kvgraft.models.loading import ModelLike
 from kvgraft.option_names import named
-from kvgraft.progress import Progress, StepCounter
+from kvgraft.progress import Notify, Progress, StepCounter, ignore
 
 __all__ = ["Forecast", "fit", "fit_mapper", "forecast", "gather_moments"]
-
-Notify = Callable[[str], None]
 
 
 def fit_mapper(
@@ -179,7 +177,7 @@ def _fit(
         if documents is None:
             mapper = moments.solve(progress=counter.stage())
         else:
-            mapper = _LastStages(job, moments, documents, counter, notify or _ignore).run()
+            mapper = _LastStages(job, moments, documents, counter, notify or ignore).run()
         save(mapper)  # before the folder is emptied: if this fails, the moments are still there
     for model in job.models:
         model.unload()
@@ -373,7 +371,3 @@ def _check_apart(out: str | os.PathLike[str], work: str | os.PathLike[str]) -> N
             f"The mapper ({out}) and the state of an unfinished fit ({named('work')} {work}) need "
             "folders of their own, neither inside the other."
         )
-
-
-def _ignore(line: str) -> None:
-    """Show nothing."""

@@ -27,6 +27,7 @@ from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.handle import ModelHandle, default_dtype
 from kvgraft.models.loading import ModelLike, check_tokenizers
 from kvgraft.option_names import named
+from kvgraft.progress import Notify, ignore
 from kvgraft.text.corpus import CalibrationText, read_text
 from kvgraft.text.sources import TextLike, check_sources
 
@@ -113,7 +114,7 @@ def prepare(
     config: FitConfig | None = None,
     *,
     work: str | os.PathLike[str] | None = None,
-    notify: Callable[[str], None] | None = None,
+    notify: Notify | None = None,
     group: mx.distributed.Group | None = None,
     while_loaded: Callable[[ModelHandle, FitConfig], None] | None = None,
 ) -> FitJob:
@@ -139,7 +140,7 @@ def prepare(
     """
     started = time.perf_counter()
     config = FitConfig() if config is None else config
-    notify = _ignore if notify is None else notify
+    notify = ignore if notify is None else notify
     _check_request(text, config, work)
     handles = tuple(ModelHandle(model, dtype=default_dtype()) for model in (source, target))
     geometries: list[ModelGeometry] = []
@@ -178,10 +179,6 @@ def prepare(
             f"{named('head_mapping', 'local')}."
         )
     return job
-
-
-def _ignore(line: str) -> None:
-    """Show nothing."""
 
 
 def _check_request(

@@ -27,6 +27,7 @@ from kvgraft.mapper.transfer import iter_transfer
 from kvgraft.models.forward import continuation_nll, prefill
 from kvgraft.models.geometry import ModelGeometry
 from kvgraft.option_names import named
+from kvgraft.progress import Notify
 
 __all__ = [
     "Documents",
@@ -211,7 +212,7 @@ def choose(
     config: FitConfig,
     *,
     fits: Callable[[FitConfig], bool] = lambda config: True,
-    notify: Callable[[str], None] | None = None,
+    notify: Notify | None = None,
 ) -> tuple[Mapper, list[Trial]]:
     """Compare candidates and return the best.
 
@@ -276,7 +277,7 @@ class _Search:
         attempt: Callable[[FitConfig], tuple[Trial, Mapper]],
         storage_problem: Callable[[FitConfig], str | None],
         fits: Callable[[FitConfig], bool],
-        notify: Callable[[str], None],
+        notify: Notify,
     ) -> None:
         self._attempt = attempt
         self._storage_problem = storage_problem

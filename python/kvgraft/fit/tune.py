@@ -38,7 +38,7 @@ from kvgraft.models.geometry import ModelGeometry
 from kvgraft.models.rope import RopeTable, strip_rope
 from kvgraft.ops.fused import map_layer
 from kvgraft.ops.quantized import dequantize
-from kvgraft.progress import Progress
+from kvgraft.progress import Notify, Progress
 
 __all__ = ["TuneResult", "divergence", "tune"]
 
@@ -112,7 +112,7 @@ def tune(
     distinct: int | None = None,
     kept_bytes: int = KEPT_BYTES,
     progress: Progress | None = None,
-    notify: Callable[[str], None] | None = None,
+    notify: Notify | None = None,
 ) -> TuneResult:
     """Tune all maps of a mapper together.
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvgraft.cache import is_mapped
 from kvgraft.errors import HandoffError
 from kvgraft.handoff.memory import MemoryLimit
 from kvgraft.handoff.repair import Repair
@@ -111,7 +112,7 @@ class Generation:
             self._restore_key()
             raise
         state = self.state
-        if state.n_mapped and bool(mx.isnan(logprobs).any()):
+        if is_mapped(state.cache or ()) and bool(mx.isnan(logprobs).any()):
             token, logprobs = self._prefill_again()
         state.tokens.append(int(token))
         self._pending -= 1

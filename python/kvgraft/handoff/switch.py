@@ -6,8 +6,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from kvgraft.handoff.state import GenerationState
 from kvgraft.mapper.mapper import Mapper
 from kvgraft.models.forward import extend_cache
 from kvgraft.models.handle import ModelHandle, ModelSource
+from kvgraft.progress import timed
 
 __all__ = ["Handoff", "SwitchOptions", "SwitchReport", "switch"]
 
@@ -128,10 +128,10 @@ def _exchange_models(
     """
     seconds: dict[str, float] = {}
     if state.handle.is_loaded and state.handle is not handle and not options.keep_source:
-        with _timed(seconds, "release"):
+        with timed(seconds, "release"):
             warnings = _release(state.handle, options.memory_limit, decision.plan)
         decision = replace(decision, warnings=(*decision.warnings, *warnings))
-    with _timed(seconds, "load"):
+    with timed(seconds, "load"):
         _load(handle)
     try:
         return confirm(decision, state, handle, options), seconds
@@ -178,13 +178,6 @@ def _hand_over(
         over_limit=limit is not None and peak > limit.limit,
     )
     return Handoff(new, report)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[part] = time.perf_counter() - start
 
 
 def _release(source: ModelHandle, limit: MemoryLimit | None, plan: MemoryPlan | None) -> list[str]:
@@ -306,9 +299,8 @@ class _Work:
 
     def map(self, mapper: Mapper) -> _Filled:
         """Native start, mapped middle, native end."""
-        state, options, quality = self.state, self.options, mapper.quality
-        start = quality.native_start if options.native_start is None else options.native_start
-        end = quality.native_end if options.native_end is None else options.native_end
+        state, options = self.state, self.options
+        start, end = mapper.quality.native_ends(options.native_start, options.native_end)
         stop = max(0, min(len(self.tokens) - end, state.n_cached))
         held = min(caches.n_tokens(self.own_cache), stop)
         again = self._prefill_up_to(held, stop)

@@ -176,7 +176,7 @@ def _native_ends(
     notes: list[str],
 ) -> tuple[int, int]:
     """Native start and end as given, else as recommended where that is possible."""
-    recommended = mapper.quality.native_start, mapper.quality.native_end
+    recommended = mapper.quality.native_ends()
     if native_start is None and native_end is None:
         if tokens is None:
             if recommended != (0, 1):
@@ -192,8 +192,7 @@ def _native_ends(
                 "the text is shorter than the recommended native start and end; all of it is mapped"
             )
             return 0, 1
-    start = recommended[0] if native_start is None else native_start
-    end = recommended[1] if native_end is None else native_end
+    start, end = mapper.quality.native_ends(native_start, native_end)
     if tokens is None and (start, end) != (0, 1):
         raise CacheError(
             "The target reads native start and end from token ids, which the file does not hold. "

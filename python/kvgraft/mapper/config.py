@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, TypeVar
 
-from kvgraft.errors import FormatError, GeometryError, VersionError
+from kvgraft.errors import FormatError, VersionError
+from kvgraft.files.reading import interpreting
 from kvgraft.mapper.data import MapperData
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap, Storage
@@ -131,7 +132,7 @@ def from_config(config: Any, where: str, cls: type[M]) -> M:
             f"{where} has format version {version!r}; this release reads {FORMAT_VERSION}. "
             f"{advice}."
         )
-    try:
+    with interpreting(where, _AGAIN):
         mapper = cls(
             source=_geometry(config["source"]["geometry"]),
             target=_geometry(config["target"]["geometry"]),
@@ -143,14 +144,6 @@ def from_config(config: Any, where: str, cls: type[M]) -> M:
             quality=Quality.from_record(_typed(config.get("quality", {}), dict, "quality"), where),
         )
         mapper.check()
-    except FormatError:
-        raise
-    except KeyError as error:
-        raise FormatError(f"{where} lacks the entry {error}. {_AGAIN}") from error
-    except GeometryError as error:
-        raise FormatError(f"{where} contradicts itself: {error} {_AGAIN}") from error
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise FormatError(f"{where} can't be read: {error}. {_AGAIN}") from error
     return mapper
 
 

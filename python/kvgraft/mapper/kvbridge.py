@@ -17,17 +17,16 @@ from typing import Any
 from kvgraft.errors import (
     ChecksumError,
     FormatError,
-    GeometryError,
     PairMismatchError,
     VersionError,
 )
-from kvgraft.files.reading import read_json_file, sha256_of
+from kvgraft.files.reading import interpreting, read_json_file, sha256_of
 from kvgraft.files.recognise import manifest_kind
 from kvgraft.files.safetensors import read_header
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap, Storage
 from kvgraft.mapper.mapper import Mapper
-from kvgraft.mapper.weight_store import FILE_DTYPES, FileStore, check_tensors, expected_tensors
+from kvgraft.mapper.weight_store import FILE_DTYPES, attach_files
 from kvgraft.models.geometry import ModelGeometry
 
 __all__ = ["read"]
@@ -73,7 +72,7 @@ def read(path: str | os.PathLike[str], *, source: ModelGeometry, target: ModelGe
     header = read_header(path / WEIGHTS)
     if sha256_of(header.path) != manifest.get("weights_sha256"):
         raise ChecksumError(f"{header.path} is not the file that {where} was written for.")
-    try:
+    with interpreting(where):
         for side, geometry in (("source", source), ("target", target)):
             _check_signature(side, manifest[f"{side}_signature"], geometry)
         storage = Storage(manifest["storage_dtype"], bias_dtype=manifest["storage_dtype"])
@@ -103,17 +102,7 @@ def read(path: str | os.PathLike[str], *, source: ModelGeometry, target: ModelGe
             },
         )
         mapper.check()
-    except KeyError as error:
-        raise FormatError(f"{where} lacks the entry {error}. Get the artifact again.") from error
-    except GeometryError as error:
-        raise FormatError(f"{where} contradicts itself: {error}") from error
-    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        if isinstance(error, PairMismatchError):
-            raise
-        raise FormatError(f"{where} can't be read: {error}. Get the artifact again.") from error
-    found = dict.fromkeys(header.tensors, header)
-    check_tensors(where, expected_tensors(layers, tensor_names), found)
-    mapper.store = FileStore(found, tensor_names)
+    attach_files(mapper, dict.fromkeys(header.tensors, header), tensor_names, where)
     return mapper
 
 

@@ -24,7 +24,7 @@ from kvgraft.mapper.layout import (
     size_error,
     tensor_names,
 )
-from kvgraft.mapper.weight_store import FileStore, check_tensors, expected_tensors
+from kvgraft.mapper.weight_store import attach_files
 
 __all__ = ["artifact_kind", "artifact_path", "open_artifact"]
 
@@ -44,12 +44,8 @@ def open_artifact(path: str | os.PathLike[str], cls: type[M]) -> M:
 
     Raises:
         ArgumentError: If ``path`` is no path.
-        MapperNotFoundError: If there is nothing at ``path``, or a file of the
-            artifact is missing.
-        TruncatedFileError: If a file is shorter than it should be.
-        VersionError: If the format version is not one this release reads.
-        ChecksumError: If a file is longer than ``index.json`` says.
-        FormatError: If it is something else, or contradicts itself.
+        FormatError: And the kinds of it that :func:`kvgraft.load_mapper` lists; a
+            :class:`kvgraft.errors.ChecksumError` if a file is longer than ``index.json`` says.
     """
     path = artifact_path(path)
     kind = artifact_kind(path)
@@ -150,8 +146,7 @@ def _load_folder(path: Path, cls: type[M]) -> M:
 
 
 def _attach(mapper: M, found: Mapping[str, Header], where: str) -> M:
-    check_tensors(where, expected_tensors(mapper.layers, tensor_names), found)
-    mapper.store = FileStore(found, tensor_names)
+    attach_files(mapper, found, tensor_names, where)
     return mapper
 
 

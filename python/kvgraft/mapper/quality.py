@@ -68,6 +68,13 @@ class Quality:
             record,
         )
 
+    def native_ends(self, start: int | None = None, end: int | None = None) -> tuple[int, int]:
+        """Native start and end as given, and as recommended where they are ``None``."""
+        return (
+            self.native_start if start is None else start,
+            self.native_end if end is None else end,
+        )
+
     @property
     def evaluated(self) -> bool:
         """Whether there is a verdict."""

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from kvgraft.errors import FormatError, GeometryError, VersionError
 from kvgraft.files import atomic
-from kvgraft.files.reading import read_json_file
+from kvgraft.files.reading import interpreting, read_json_file
 from kvgraft.files.recognise import describe_folder, manifest_kind
 from kvgraft.files.safetensors import Writer, read_header
 from kvgraft.mapper.config import to_json_value
@@ -30,9 +30,8 @@ from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap, Storage
 from kvgraft.mapper.weight_store import (
     FILE_DTYPES,
-    FileStore,
+    attach_files,
     check_finite,
-    check_tensors,
     expected_tensors,
 )
 from kvgraft.models.geometry import LayerGeometry, ModelGeometry
@@ -81,7 +80,7 @@ def read(path: str | os.PathLike[str], cls: type[M]) -> M:
         )
     header = read_header(path / WEIGHTS)
     found = dict.fromkeys(header.tensors, header)
-    try:
+    with interpreting(where):
         source, target = _geometry(manifest["source"]), _geometry(manifest["target"])
         config = dict(manifest["config"])
         layers = [_layer(entry, header.tensors, source, target) for entry in manifest["layers"]]
@@ -101,16 +100,7 @@ def read(path: str | os.PathLike[str], cls: type[M]) -> M:
             },
         )
         mapper.check()
-    except KeyError as error:
-        raise FormatError(f"{where} lacks the entry {error}. Get the artifact again.") from error
-    except GeometryError as error:
-        raise FormatError(f"{where} contradicts itself: {error}") from error
-    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError(f"{where} can't be read: {error}. Get the artifact again.") from error
-    check_tensors(where, expected_tensors(layers, tensor_names), found)
-    mapper.store = FileStore(found, tensor_names)
+    attach_files(mapper, found, tensor_names, where)
     return mapper
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 from kvgraft import _ext
 from kvgraft.errors import FormatError, GeometryError
 from kvgraft.files.safetensors import Header, read_ahead, read_tensors
+from kvgraft.mapper.data import MapperData
 from kvgraft.mapper.layer_map import LayerMap
 from kvgraft.mapper.linear_map import LinearMap, Storage
 from kvgraft.ops.quantized import AffineWeight, Weight
@@ -61,6 +62,24 @@ def _parts(shape: tuple[int, int, int], storage: Storage) -> dict[str, tuple[str
         parts["biases"] = (dtype, groups)
     parts["bias"] = (FILE_DTYPES[storage.bias_dtype], (heads, out_dim))
     return parts
+
+
+def attach_files(
+    mapper: MapperData, found: Mapping[str, Header], naming: Naming, where: str
+) -> None:
+    """Give a mapper the files that its weights are read from.
+
+    Args:
+        mapper: The mapper, its layers described.
+        found: For each tensor that is there, the file that holds it.
+        naming: Names of a map's tensors.
+        where: What describes them, for messages.
+
+    Raises:
+        FormatError: Unless the files hold just the tensors described.
+    """
+    check_tensors(where, expected_tensors(mapper.layers, naming), found)
+    mapper.store = FileStore(found, naming)
 
 
 def check_tensors(
