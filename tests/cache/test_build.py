@@ -8,7 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import QuantizedKVCache
+from small_caches import DIM as D
+from small_caches import HEADS as H
+from small_caches import arrays, numbered, numbers
 
 from kvgraft.cache import SizeLimit, build_cache, read_cache
 from kvgraft.errors import CacheError, GeometryError
@@ -16,41 +19,12 @@ from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.rope import RopeSpec
 from kvgraft.models.token_ranges import TokenRanges
 
-H, D = 2, 8
 PLAIN = ModelGeometry((LayerGeometry(H, D, D, RopeSpec(D, base=1e4)),) * 3, "float32", "toy")
-
-
-def filled(
-    n: int, *, batch: int = 1, layers: int = 3, dtype: mx.Dtype = mx.float32, seed: int = 0
-) -> list[KVCache]:
-    """A native cache of random tokens, padded as mlx-lm pads it."""
-    caches = []
-    for layer in range(layers):
-        entry = KVCache()
-        key = mx.random.key(seed + layer)
-        k = mx.random.normal((batch, H, n, D), key=key).astype(dtype)
-        entry.update_and_fetch(k, -k)
-        caches.append(entry)
-    return caches
-
-
-def arrays(n: int, *, layers: int = 3, **kwargs: Any) -> list[tuple[mx.array, mx.array]]:
-    return read_cache(filled(n, layers=layers, **kwargs)).layers
 
 
 def geometry(layers: int = 1, *, window: int | None = None, dim: int = D) -> ModelGeometry:
     layer = LayerGeometry(H, dim, dim, RopeSpec(dim, base=1e4), window)
     return ModelGeometry((layer,) * layers, "float32", "toy")
-
-
-def numbered(start: int, stop: int, dim: int = D) -> mx.array:
-    """Rows that say at which position they are."""
-    rows = mx.arange(start, stop, dtype=mx.float32)[None, None, :, None]
-    return mx.broadcast_to(rows, (1, H, stop - start, dim))
-
-
-def numbers(x: mx.array) -> list[int]:
-    return [int(v) for v in x[0, 0, :, 0].tolist()]
 
 
 @pytest.mark.parametrize("n", [3, 256])

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+from small_caches import numbers
 
 from kvgraft.cache import SizeLimit, build_cache, is_mapped, read_cache
 from kvgraft.cache.map import map_cache
@@ -58,10 +59,6 @@ def numbered(start: int, stop: int, dim: int = D) -> mx.array:
     """Rows that say at which position they are."""
     rows = mx.arange(start, stop, dtype=mx.float32)[None, None, :, None]
     return mx.broadcast_to(rows, (1, H, stop - start, dim))
-
-
-def numbers(x: mx.array) -> list[int]:
-    return [int(v) for v in x[0, 0, :, 0].tolist()]
 
 
 def close(a: mx.array, b: mx.array) -> bool:

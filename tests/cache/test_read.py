@@ -19,6 +19,9 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     trim_prompt_cache,
 )
+from small_caches import DIM as D
+from small_caches import HEADS as H
+from small_caches import arrays, filled, numbered
 
 from kvgraft.cache import build_cache, read_cache
 from kvgraft.cache.map import map_cache
@@ -27,33 +30,8 @@ from kvgraft.models.geometry import LayerGeometry, ModelGeometry
 from kvgraft.models.probe import read_geometry
 from kvgraft.models.rope import RopeSpec
 
-H, D = 2, 8
 PLAIN = ModelGeometry((LayerGeometry(H, D, D, RopeSpec(D, base=1e4)),) * 3, "float32", "toy")
 ONE_LAYER = ModelGeometry(PLAIN.layers[:1], "float32", "toy")
-
-
-def filled(
-    n: int, *, batch: int = 1, layers: int = 3, dtype: mx.Dtype = mx.float32, seed: int = 0
-) -> list[KVCache]:
-    """A native cache of random tokens, padded as mlx-lm pads it."""
-    caches = []
-    for layer in range(layers):
-        entry = KVCache()
-        key = mx.random.key(seed + layer)
-        k = mx.random.normal((batch, H, n, D), key=key).astype(dtype)
-        entry.update_and_fetch(k, -k)
-        caches.append(entry)
-    return caches
-
-
-def numbered(start: int, stop: int, dim: int = D) -> mx.array:
-    """Rows that say at which position they are."""
-    rows = mx.arange(start, stop, dtype=mx.float32)[None, None, :, None]
-    return mx.broadcast_to(rows, (1, H, stop - start, dim))
-
-
-def arrays(n: int, *, layers: int = 3, **kwargs: Any) -> list[tuple[mx.array, mx.array]]:
-    return read_cache(filled(n, layers=layers, **kwargs)).layers
 
 
 @pytest.fixture(scope="module")

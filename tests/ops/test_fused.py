@@ -25,7 +25,7 @@ from kvgraft.ops.quantized import AffineWeight
 
 @pytest.fixture(autouse=True, scope="module")
 def cpu():
-    """On a Mac, too: tests/test_metal.py has the GPU's."""
+    """On a Mac, too: tests/ops/test_metal.py has the GPU's."""
     before = mx.default_device()
     mx.set_default_device(mx.Device(mx.cpu))
     yield

@@ -8,21 +8,11 @@ import json
 import numpy as np
 import pytest
 from fit_problems import prose, tokenizer
+from texts import TOKENIZER, decoded, words
 
 from kvgraft.errors import FitError
 from kvgraft.fit import CalibrationText, TextSource, parse_source, read_text
 from kvgraft.text import sources as sources_module
-
-TOKENIZER = tokenizer()
-
-
-def words(path, n=2000, seed=0):
-    path.write_text(prose(n, seed))
-    return path
-
-
-def decoded(rows) -> str:
-    return TOKENIZER.decode(rows.reshape(-1))
 
 
 def test_sequences_are_the_text_in_order(tmp_path):

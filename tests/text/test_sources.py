@@ -7,22 +7,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from fit_problems import prose, tokenizer
+from texts import TOKENIZER, decoded, words
 
 from kvgraft.errors import EvaluationError, FitError, TextError
 from kvgraft.text.corpus import read_text
 from kvgraft.text.sources import TextSource, check_sources, parse_source
-
-TOKENIZER = tokenizer()
-
-
-def words(path, n=2000, seed=0):
-    path.write_text(prose(n, seed))
-    return path
-
-
-def decoded(rows) -> str:
-    return TOKENIZER.decode(rows.reshape(-1))
 
 
 def test_jsonl_documents_are_set_apart(tmp_path):
